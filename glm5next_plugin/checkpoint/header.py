@@ -1,0 +1,85 @@
+"""Headers of safetensors files: 8 bytes little-endian length, JSON, then the tensors' bytes without a hole.
+
+Read here and not through the library, because its errors name neither file nor tensor and it does not see a name that
+stands twice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+_MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_BITS = {
+    "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
+    "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "F64": 64, "I64": 64, "U64": 64, "C64": 64,
+}  # fmt: skip
+
+
+class HeaderError(ValueError):
+    """A file that is no complete safetensors file."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Entry:
+    """One tensor of a header: name as stored, dtype as spelled there, shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def read_header(file: Path) -> list[Entry]:
+    """Tensors of a file, in the order of the header; a name that stands twice comes twice.
+
+    Raises:
+        HeaderError: the file is cut short, too long, or no safetensors file.
+        OSError: the file cannot be read.
+    """
+    with file.open("rb") as stream:
+        length = int.from_bytes(start := stream.read(8), "little")
+        if len(start) < 8:
+            raise HeaderError("no safetensors file: shorter than 8 bytes")
+        if length > _MAX_HEADER:
+            raise HeaderError(f"no safetensors file: its header would be {length} bytes long")
+        raw = stream.read(length)
+        size = stream.seek(0, 2)
+    if len(raw) < length:
+        raise HeaderError(f"cut short: {size} bytes, the header alone needs {8 + length}")
+    try:
+        # pairs, since a dict would hide a name that stands twice
+        pairs = json.loads(raw, object_pairs_hook=list)
+        entries = [_entry(name, dict(value)) for name, value in pairs if name != "__metadata__"]
+    except HeaderError:
+        raise
+    except (ValueError, TypeError) as error:
+        raise HeaderError(f"no safetensors file: its header is no JSON object of tensors ({error})") from error
+    end = 0
+    for (start, stop), entry in sorted(entries, key=lambda item: item[0]):
+        nbytes = math.prod(entry.shape) * _BITS[entry.dtype] // 8
+        if start != end or stop - start != nbytes:
+            raise HeaderError(
+                f"tensor {entry.name} ({entry.dtype} {list(entry.shape)}, {nbytes} bytes) is said to lie at bytes "
+                f"{start} to {stop}; expected {end} to {end + nbytes}"
+            )
+        end = stop
+    if size != 8 + length + end:
+        state = "cut short" if size < 8 + length + end else "too long"
+        raise HeaderError(f"{state}: {size} bytes, its header tells of {8 + length + end}")
+    return [entry for _, entry in entries]
+
+
+def _entry(name: str, value: dict[str, Any]) -> tuple[tuple[int, int], Entry]:
+    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
+    if dtype not in _BITS:
+        raise HeaderError(f"tensor {name} has dtype {dtype!r}, which is not known")
+    for field, numbers in (("shape", shape), ("data_offsets", offsets)):
+        if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
+            raise HeaderError(f"tensor {name} has {field} {numbers!r}")
+    if len(offsets) != 2:
+        raise HeaderError(f"tensor {name} has data_offsets {offsets!r}")
+    return (offsets[0], offsets[1]), Entry(name, dtype, tuple(shape))

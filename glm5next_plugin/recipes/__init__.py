@@ -1,0 +1,1 @@
+"""Sizes and shapes of the model that are worth a name."""
