@@ -132,9 +132,7 @@ class Glm5NextBridge(MegatronModelBridge):
             for ours, disk in table.items()
         ]
         mappings += [
-            GatedMLPMapping(
-                _LAYER + ours, gate=f"{_DISK}{disk}.gate_proj.weight", up=f"{_DISK}{disk}.up_proj.weight"
-            )
+            GatedMLPMapping(_LAYER + ours, gate=f"{_DISK}{disk}.gate_proj.weight", up=f"{_DISK}{disk}.up_proj.weight")
             for ours, disk in _GATE_UP.items()
         ]
         return MegatronMappingRegistry(*mappings)

@@ -15,6 +15,7 @@ from glm5next_plugin.bringup.weights import digest
 from glm5next_plugin.checkpoint.inventory import expected_tensors
 from glm5next_plugin.checkpoint.reading import CheckpointReader
 from glm5next_plugin.checkpoint.writing import CheckpointWriter
+from glm5next_plugin.errors import InputError
 from glm5next_plugin.ops.log_probs import token_log_probs
 
 _TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -41,12 +42,14 @@ class MegatronTrainer:
         from glm5next_plugin.adapters import megatron as adapter
 
         tp, pp, ep = settings.tensor_parallel, settings.pipeline_parallel, settings.expert_parallel
+        self._reader = CheckpointReader(settings.checkpoint)
+        self._architecture = self._reader.architecture
+        if self._architecture.num_hidden_layers % pp:
+            raise InputError(f"pp {pp}; needed: a divisor of the {self._architecture.num_hidden_layers} layers")
         adapter.initialize(tp, pp, ep)
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
-        self._reader = CheckpointReader(settings.checkpoint)
-        self._architecture = self._reader.architecture
         self._bridge = adapter.AutoBridge.from_hf_pretrained(str(settings.checkpoint))
         dtype = _TORCH_DTYPES[settings.dtype]
         provider = self._bridge.to_megatron_provider()
@@ -99,8 +102,7 @@ class MegatronTrainer:
         return {name: digest(tensor) for name, tensor in tensors.items()}
 
     def _released(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._bridge.export_hf_weights(self._models, cpu=True, show_progress=False):
-            yield name, tensor
+        yield from self._bridge.export_hf_weights(self._models, cpu=True, show_progress=False)
 
     # ------------------------------------------------------------------ training
     def log_probs(self, tokens: torch.Tensor, answer_length: int) -> torch.Tensor | None:

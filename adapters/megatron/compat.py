@@ -7,12 +7,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import logging
 import sys
 import types
+import warnings
 
 from glm5next_plugin import versions
 
@@ -61,8 +64,20 @@ class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.__version__ = "0"
 
 
+@contextlib.contextmanager
+def quiet_imports():
+    """Keep from the user what frameworks say, tracebacks included, of optional packages that they lack."""
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
 def import_megatron_bridge() -> types.ModuleType:
-    """Import ``megatron.bridge`` where TransformerEngine is missing.
+    """Import ``megatron.bridge``, with a stub of TransformerEngine where that is missing.
 
     megatron-core is imported first, so that it settles on having no TransformerEngine; a stub left in place would
     mislead it.
@@ -76,5 +91,5 @@ def import_megatron_bridge() -> types.ModuleType:
         return importlib.import_module("megatron.bridge")
     finally:
         sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        for name in [name for name in sys.modules if name.split(".")[0] == finder.root]:
             del sys.modules[name]

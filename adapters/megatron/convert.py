@@ -1,13 +1,6 @@
 """A released checkpoint to Megatron's torch_dist format and back, on one process and no GPU.
 
-An import writes, below the target directory::
-
-    latest_checkpointed_iteration.txt   "release"
-    release/                            the distributed checkpoint of the text model
-    hf/                                 config.json, tokenizer and generation files
-    hf/carried.safetensors              vision and MTP tensors, which no Megatron parameter holds
-
-so that an export needs nothing else.
+The layout of the torch_dist side is :mod:`glm5next_plugin.checkpoint.torch_dist_layout`.
 """
 
 from __future__ import annotations
@@ -19,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm5next_plugin.architecture import Architecture
+from glm5next_plugin.checkpoint import torch_dist_layout as layout
 from glm5next_plugin.checkpoint.staging import staged_directory
-from glm5next_plugin.errors import InputError
 
 from .bridge import Glm5NextBridge
 from .export import DTYPE_NAMES, carried_tensors, write_released
@@ -28,14 +21,6 @@ from .provider import Glm5NextProvider
 from .released_source import ReleasedSource
 from .runtime import initialize
 from .torch_dist import load_torch_dist, save_torch_dist
-
-CARRIED = "carried.safetensors"
-_MARKER = "latest_checkpointed_iteration.txt"
-
-
-def is_torch_dist(path: str | Path) -> bool:
-    """Whether a directory looks like what :func:`to_torch_dist` writes."""
-    return (Path(path) / _MARKER).is_file()
 
 
 def to_torch_dist(source: str | Path, target: str | Path, *, progress: Callable[[str], None], overwrite: bool) -> None:
@@ -56,19 +41,19 @@ def to_torch_dist(source: str | Path, target: str | Path, *, progress: Callable[
         progress(f"reading {len(released.state)} tensors")
         Glm5NextBridge().load_weights_hf_to_megatron(released, models)
         progress("writing the distributed checkpoint")
-        (staging / "release").mkdir()
-        save_torch_dist(models, staging / "release")
+        (staging / layout.RELEASE).mkdir()
+        save_torch_dist(models, staging / layout.RELEASE)
         progress("carrying over vision and MTP tensors, tokenizer and config")
-        released.reader.copy_companions(staging / "hf")
-        save_file(dict(carried_tensors(released.reader)), staging / "hf" / CARRIED)
-        (staging / _MARKER).write_text("release")
+        released.reader.copy_companions(staging / layout.COMPANIONS)
+        save_file(dict(carried_tensors(released.reader)), staging / layout.COMPANIONS / layout.CARRIED)
+        (staging / layout.MARKER).write_text(layout.RELEASE)
 
 
 def to_released(source: str | Path, target: str | Path, *, progress: Callable[[str], None], overwrite: bool) -> None:
     """Export what :func:`to_torch_dist` wrote (weights possibly trained on since) in the released spelling.
 
     Args:
-        source: directory with the layout above; ``latest_checkpointed_iteration.txt`` says which checkpoint counts.
+        source: torch_dist directory; its marker file says which checkpoint counts.
         target: directory to make; it appears when it is complete.
         progress: called with a line as each stage starts.
         overwrite: replace a directory that is not empty.
@@ -77,7 +62,7 @@ def to_released(source: str | Path, target: str | Path, *, progress: Callable[[s
         InputError: the source is incomplete, or an occupied target.
     """
     source = Path(source)
-    weights, companions = _checkpoint_of(source), source / "hf"
+    weights, companions = layout.weights_directory(source), source / layout.COMPANIONS
     architecture = Architecture.from_pretrained(companions)
     dtype = _stored_dtype(weights)
     models = _build(architecture, dtype)
@@ -91,7 +76,7 @@ def to_released(source: str | Path, target: str | Path, *, progress: Callable[[s
         stream,
         target,
         architecture,
-        carried=load_file(companions / CARRIED).items(),
+        carried=load_file(companions / layout.CARRIED).items(),
         companions=companions,
         dtype=DTYPE_NAMES[dtype],
         overwrite=overwrite,
@@ -103,18 +88,6 @@ def _build(architecture: Architecture, dtype: torch.dtype) -> list:
     provider = Glm5NextProvider.from_architecture(architecture, perform_initialization=False)
     provider.apply_overrides_and_finalize(dtype=dtype)
     return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
-
-
-def _checkpoint_of(source: Path) -> Path:
-    marker = source / _MARKER
-    if not marker.is_file():
-        raise InputError(f"{source} is no torch_dist checkpoint: it has no {_MARKER}")
-    name = marker.read_text().strip()
-    weights = source / (name if name == "release" else f"iter_{int(name):07d}")
-    for needed in (weights / "metadata.json", source / "hf" / "config.json", source / "hf" / CARRIED):
-        if not needed.is_file():
-            raise InputError(f"{source} is incomplete: {needed.relative_to(source)} is missing")
-    return weights
 
 
 def _stored_dtype(weights: Path) -> torch.dtype:

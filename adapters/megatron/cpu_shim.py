@@ -129,7 +129,6 @@ def install() -> None:
     _patch_tensor_methods()
     _patch_all_to_all()
     _installed = True
-    importlib.import_module("megatron.core")
     rng = importlib.import_module("megatron.core.tensor_parallel.random")
     rng._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     rng._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)

@@ -21,7 +21,12 @@ DTYPE_NAMES: dict[torch.dtype, WrittenDtype] = {torch.bfloat16: "bfloat16", torc
 
 
 def save_checkpoint(
-    bridge: Any, models: list[MegatronModule], path: str | Path, *, dtype: WrittenDtype | None = None, overwrite: bool = False
+    bridge: Any,
+    models: list[MegatronModule],
+    path: str | Path,
+    *,
+    dtype: WrittenDtype | None = None,
+    overwrite: bool = False,
 ) -> None:
     """Write the model, whatever its parallel layout, as a checkpoint that transformers and SGLang load. Collective.
 

@@ -43,7 +43,9 @@ class PooledIndexer(MegatronModule):
         self.wk = ReplicatedLinear(config.hidden_size, a.index_head_dim, config=config)
         self.weights_proj = ReplicatedLinear(config.hidden_size, a.index_n_heads, config=config)
         self.k_norm = KeyNorm(a.index_head_dim, **factory)
-        self.index_kpool_compress_gate = torch.nn.Parameter(torch.empty(a.index_head_dim, config.hidden_size, **factory))
+        self.index_kpool_compress_gate = torch.nn.Parameter(
+            torch.empty(a.index_head_dim, config.hidden_size, **factory)
+        )
         self.index_kpool_compress_ape = torch.nn.Parameter(torch.zeros(a.index_kpool, a.index_head_dim, **factory))
         if config.perform_initialization:
             config.init_method(self.index_kpool_compress_gate)

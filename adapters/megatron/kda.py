@@ -129,9 +129,7 @@ class KimiDeltaAttention(KeepsFloat32, MegatronModule):
             conv(rows, cu_seqlens).view(heads)
             for conv, rows in ((self.q_conv1d, q), (self.k_conv1d, k), (self.v_conv1d, v))
         )
-        log_decay = kda_gate(
-            raw_decay.view(heads), self.A_log, self.dt_bias, self.config.architecture.gate_lower_bound
-        )
+        log_decay = kda_gate(raw_decay.view(heads), self.A_log, self.dt_bias, self.config.architecture.gate_lower_bound)
         output, _ = kda(q, k, v, log_decay, beta, cu_seqlens)
         output = self.o_norm(output, gate.view(heads)).flatten(-2)
         return self.linear_proj(from_packed(output, batch))[0], None

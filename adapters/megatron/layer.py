@@ -16,8 +16,8 @@ class HyperConnectedLayer(TransformerLayer):
     """A TransformerLayer whose residual is ``hc_mult`` streams.
 
     What differs from the stock layer: two :class:`HyperConnection` modules replace the residual additions, and hidden
-    states between layers (and between pipeline stages) are ``[s, b, hc_mult * h]``. The first layer of the model spreads
-    the embedding over the streams, the last one returns their mean.
+    states between layers (and between pipeline stages) are ``[s, b, hc_mult * h]``. The first layer of the model
+    spreads the embedding over the streams, the last one returns their mean.
     """
 
     def __init__(self, config, submodules, *args, **kwargs):

@@ -41,9 +41,7 @@ def glm5next_layer_spec(config: TransformerConfig, vp_stage: int | None = None) 
 def _local_layers(config: TransformerConfig, vp_stage: int | None) -> list[int]:
     """0-based global indices of the layers of this stage."""
     if config.pipeline_model_parallel_layout is not None:
-        return config.pipeline_model_parallel_layout.get_layer_id_list(
-            layer_type=LayerType.decoder, vp_stage=vp_stage
-        )
+        return config.pipeline_model_parallel_layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage)
     first = get_transformer_layer_offset(config, vp_stage)
     return list(range(first, first + get_num_layers_to_build(config, vp_stage)))
 
@@ -67,9 +65,7 @@ def _linears() -> MLPSubmodules:
 
 
 def _dense_mlp(config: TransformerConfig):
-    return functools.partial(
-        ClampedMLP.as_mlp_submodule, submodules=_linears(), ffn_hidden_size=config.ffn_hidden_size
-    )
+    return functools.partial(ClampedMLP.as_mlp_submodule, submodules=_linears(), ffn_hidden_size=config.ffn_hidden_size)
 
 
 def _moe():

@@ -7,6 +7,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
+from glm5next_plugin.ops.experts import pad_few_rows
 from glm5next_plugin.ops.swiglu import clamped_swiglu
 
 
@@ -44,7 +45,9 @@ class ClampedExperts(SequentialMLP):
         limit = self.config.architecture.swiglu_limit
         counts = tokens_per_expert.tolist()
         outputs = [
-            (_clamped_forward(expert, tokens, limit) * probs.unsqueeze(-1)).to(tokens.dtype)
+            (_clamped_forward(expert, pad_few_rows(tokens), limit)[: len(tokens)] * probs.unsqueeze(-1)).to(
+                tokens.dtype
+            )
             for expert, tokens, probs in zip(
                 self.local_experts,
                 torch.split(permuted_local_hidden_states, counts),

@@ -19,9 +19,7 @@ def cumulative_lengths(
         ValueError: another layout than ``thd``, or packed rows with a batch.
     """
     if packed_seq_params is None:
-        return torch.arange(
-            0, (batch_size + 1) * sequence_length, sequence_length, dtype=torch.int32, device=device
-        )
+        return torch.arange(0, (batch_size + 1) * sequence_length, sequence_length, dtype=torch.int32, device=device)
     if packed_seq_params.qkv_format != "thd":
         raise ValueError(f"packed_seq_params.qkv_format is {packed_seq_params.qkv_format!r}; needed: 'thd'")
     if batch_size != 1:

@@ -20,10 +20,11 @@ def register() -> None:
         glm5next_plugin.errors.VersionError: a framework is absent or of a release that is not supported.
     """
     compat.check_versions()
-    if not torch.cuda.is_available():
-        from . import cpu_shim
+    with compat.quiet_imports():
+        if not torch.cuda.is_available():
+            from . import cpu_shim
 
-        cpu_shim.install()
-    compat.import_megatron_bridge()
-    register_hf_config()
-    importlib.import_module(".bridge", __package__)
+            cpu_shim.install()
+        compat.import_megatron_bridge()
+        register_hf_config()
+        importlib.import_module(".bridge", __package__)

@@ -33,9 +33,7 @@ def initialize(
             torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
             torch.distributed.init_process_group(backend)
         else:
-            torch.distributed.init_process_group(
-                backend, store=torch.distributed.HashStore(), rank=0, world_size=1
-            )
+            torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     world = torch.distributed.get_world_size()
     if world % (tensor_parallel * pipeline_parallel) or world % (expert_parallel * pipeline_parallel):
         raise InputError(

@@ -45,7 +45,7 @@ def probe_finding(comparisons: Sequence[Comparison], step: int) -> Finding:
         )
     return Finding(
         f"step {step}: trainer and engine part at {first.part.title}",
-        f"everything before it agrees; there {first.share:.0%} of the tokens differ, by {first.median:.2g} in the median",
+        f"everything before it agrees; {first.share:.0%} of its tokens differ, by {first.median:.2g} in the median",
         (first.part.look_at, "the weights of that part, if a transfer of weights is reported as well"),
     )
 
@@ -56,6 +56,7 @@ def probe_table(comparisons: Sequence[Comparison], step: int) -> Table:
         f"Trainer against engine at step {step}, in the order of the computation",
         ("part", "tokens that differ", "median difference", ""),
         tuple(
-            (c.part.title, f"{c.share:.1%}", f"{c.median:.2g}", "agrees" if c.agrees else "DIFFERS") for c in comparisons
+            (c.part.title, f"{c.share:.1%}", f"{c.median:.2g}", "agrees" if c.agrees else "DIFFERS")
+            for c in comparisons
         ),
     )

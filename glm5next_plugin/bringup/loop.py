@@ -25,6 +25,7 @@ from .engine import Samples
 from .grpo import group_advantages
 from .probe import compare
 from .process import Worker, WorkerError
+from .seeds import stream_seed
 from .task import SymbolClassTask
 from .trainer import Minibatch, TrainerGroup, TrainerSettings, UpdateFigures
 from .weights import unequal_tensors
@@ -135,7 +136,8 @@ def run_bringup(
         interrupted = True
     finally:
         run.close()
-    findings = run.found + judge(run.rows, settings.dtype, must_learn=settings.must_learn and not interrupted)
+    whole = len(run.rows) == settings.steps
+    findings = run.found + judge(run.rows, settings.dtype, must_learn=settings.must_learn and whole)
     report = settings.out / "report.html"
     write_report(
         report,
@@ -165,7 +167,7 @@ class _Run:
 
     # ------------------------------------------------------------------ set-up
     def start(self, trainer: str, on_stage: Callable[[str], None], setup: str | None) -> None:
-        """Both sides from the same checkpoint; the trainer's weights, exported again, must equal what the engine read."""
+        """Both sides from the same checkpoint; what the trainer imported must equal what the engine read."""
         s = self._settings
         checkpoint = s.checkpoint
         if checkpoint is None:
@@ -174,19 +176,21 @@ class _Run:
             _make_checkpoint(checkpoint, s.seed)
         self._architecture = Architecture.from_pretrained(checkpoint)
         self._task = SymbolClassTask.for_architecture(self._architecture)
+        trainer_settings = TrainerSettings(
+            checkpoint.resolve(), s.dtype, s.tensor_parallel, s.pipeline_parallel, s.expert_parallel, s.learning_rate
+        )
+        samples = PROMPTS * SAMPLES_PER_PROMPT // MINIBATCHES
+        if samples % trainer_settings.data_parallel:
+            raise InputError(
+                f"expert_parallel {s.expert_parallel} with tensor_parallel {s.tensor_parallel} makes "
+                f"{trainer_settings.data_parallel} data parallel ranks; needed: a divisor of {samples} samples"
+            )
         self._metrics = (s.out / "metrics.jsonl").open("w")
         on_stage("starting the rollout engine (transformers) and the trainer, each in its own process")
         self._engine = Worker("the rollout engine", _ENGINE, dict(dtype=s.dtype), s.out / "engine.log", setup=setup)
         self._trainer = TrainerGroup(
             trainer,
-            TrainerSettings(
-                checkpoint.resolve(),
-                s.dtype,
-                s.tensor_parallel,
-                s.pipeline_parallel,
-                s.expert_parallel,
-                s.learning_rate,
-            ),
+            trainer_settings,
             s.out,
             setup=setup,
         )
@@ -197,9 +201,11 @@ class _Run:
 
     def close(self) -> None:
         """End both sides, whatever they do."""
-        for side in (self._engine, self._trainer):
-            if side is not None:
-                side.close()
+        sides = [side for side in (self._engine, self._trainer) if side is not None]
+        for side in sides:
+            side.release()
+        for side in sides:
+            side.close()
         if self._metrics is not None:
             self._metrics.close()
 
@@ -221,7 +227,7 @@ class _Run:
             prompts.tokens,
             SAMPLES_PER_PROMPT,
             self._task.answer_length,
-            self._settings.seed * 1_000_003 + step,
+            stream_seed(self._settings.seed, step, "sampling"),
             timeout=_TIMEOUT,
         )
         tokens = torch.cat([prompts.tokens.repeat_interleave(SAMPLES_PER_PROMPT, dim=0), samples.answers], dim=1)

@@ -17,7 +17,8 @@ from typing import Any
 from glm5next_plugin.architecture import ConfigError
 from glm5next_plugin.errors import InputError
 
-
+# a fresh interpreter: rollout engine and trainer must not inherit each other's imports
+_CONTEXT = multiprocessing.get_context("spawn")
 # seconds in which an idle process should have ended
 _GRACE = 10.0
 
@@ -45,9 +46,8 @@ class Worker:
     def __init__(self, name: str, target: str, arguments: dict[str, Any], log: Path, *, setup: str | None = None):
         self.name = name
         self._log = log
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(
+        self.connection, theirs = _CONTEXT.Pipe()
+        self._process = _CONTEXT.Process(
             target=_serve, args=(theirs, target, arguments, str(log), setup), name=name, daemon=True
         )
         self._process.start()
@@ -99,9 +99,13 @@ class Worker:
         """The error that the call in progress took longer than ``timeout`` seconds."""
         return WorkerError(f"{self.name} did not finish {self._waiting!r} within {timeout:g} s; its log: {self._log}")
 
-    def close(self) -> None:
-        """End the process: an idle one leaves by itself, another is killed."""
+    def release(self) -> None:
+        """Let an idle process go, without waiting for its end; no call can follow."""
         self.connection.close()
+
+    def close(self) -> None:
+        """End the process and wait: an idle one leaves by itself, another is killed."""
+        self.release()
         self._process.join(timeout=_GRACE if self._waiting is None else 0)
         self._process.kill()
         self._process.join()

@@ -16,6 +16,8 @@ import torch
 from glm5next_plugin.architecture import Architecture
 from glm5next_plugin.errors import InputError
 
+from .seeds import stream_seed
+
 CLASSES = 4
 ANSWER_TOKENS = 4
 # a whole number of tokens for every tensor parallel rank
@@ -78,8 +80,8 @@ class SymbolClassTask:
             ValueError: another count.
         """
         if count % CLASSES:
-            raise ValueError(f"{count} prompts; needed: a multiple of {CLASSES}, so that no class is the key more often")
-        generator = torch.Generator().manual_seed(_mix(seed, step))
+            raise ValueError(f"{count} prompts; needed: a multiple of {CLASSES}, as many of each class")
+        generator = torch.Generator().manual_seed(stream_seed(seed, step, "prompts"))
         keys = torch.randperm(count, generator=generator) % CLASSES
         shape = (count, self.prompt_length)
         noise = torch.randint(CLASSES, self.vocab_size, shape, generator=generator)
@@ -104,8 +106,3 @@ class SymbolClassTask:
         class c: a quarter of them, whatever c is. So every such policy scores exactly this.
         """
         return Fraction(1, CLASSES)
-
-
-def _mix(seed: int, step: int) -> int:
-    """Distinct generator seeds for the steps of a run and for neighbouring seeds."""
-    return (seed * 1_000_003 + step) % 2**63

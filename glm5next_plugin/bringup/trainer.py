@@ -38,6 +38,11 @@ class TrainerSettings:
         """Processes: expert parallel ranks are drawn from tensor and data parallel ones."""
         return math.lcm(self.tensor_parallel, self.expert_parallel) * self.pipeline_parallel
 
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that share the samples among themselves."""
+        return self.world // (self.tensor_parallel * self.pipeline_parallel)
+
 
 @dataclasses.dataclass(frozen=True)
 class Minibatch:
@@ -86,7 +91,7 @@ class Trainer(Protocol):
         """One optimizer step on the clipped policy loss, averaged over the minibatch's tokens."""
 
     def export(self, directory: Path) -> dict[str, str] | None:
-        """Write a released checkpoint, values in the trainer's precision, into a new directory; digests as :meth:`weights`."""
+        """Write a released checkpoint with values in the trainer's precision; digests as :meth:`weights`."""
 
     def probe(self, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
         """Intermediate results, as :mod:`.probe` names them; what other ranks hold may be left out."""
@@ -138,8 +143,14 @@ class TrainerGroup:
             return {name: value for answer in reversed(answers) for name, value in answer.items()}
         return next(answer for answer in answers if answer is not None)
 
+    def release(self) -> None:
+        """Let idle ranks go, without waiting for their end; no call can follow."""
+        for rank in self._ranks:
+            rank.release()
+
     def close(self) -> None:
-        """End all ranks."""
+        """End all ranks and wait for them."""
+        self.release()
         for rank in self._ranks:
             rank.close()
         self._directory.cleanup()

@@ -26,20 +26,22 @@ def staged_directory(target: str | Path, *, overwrite: bool = False) -> Iterator
         InputError: ``target`` is a file, or not empty without ``overwrite``.
     """
     target = Path(target)
-    _refuse_occupied(target, overwrite)
+    refuse_occupied(target, overwrite=overwrite)
     target.parent.mkdir(parents=True, exist_ok=True)
     staging = target.parent / f".{target.name}.partial-{secrets.token_hex(4)}"
     staging.mkdir()
     try:
         yield staging
-        _refuse_occupied(target, overwrite)
+        refuse_occupied(target, overwrite=overwrite)
         _replace(target, staging)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
 
 
-def _refuse_occupied(target: Path, overwrite: bool) -> None:
+def refuse_occupied(target: str | Path, *, overwrite: bool) -> None:
+    """Raise InputError if :func:`staged_directory` could not make ``target``."""
+    target = Path(target)
     if target.exists() and not target.is_dir():
         raise InputError(f"{target} is a file; give a directory that does not exist yet")
     if target.is_dir() and not overwrite and any(target.iterdir()):

@@ -31,9 +31,9 @@ def bringup(
 ) -> None:
     """Show that a set-up works: checkpoint in, RL steps, checkpoint out, every figure in its range.
 
-    Runs on a CPU. GRPO steps on a small task: a rollout engine (the model of transformers, in its own process) samples,
-    Megatron trains, and the weights go back in the released spelling. Every step checks that both sides compute the same
-    log-probabilities and hold the same weights. OUT/report.html says what was found.
+    Runs on a CPU. GRPO steps on a small task: a rollout engine (the model of transformers, in its own process)
+    samples, Megatron trains, and the weights go back in the released spelling. Every step checks that both sides
+    compute the same log-probabilities and hold the same weights. OUT/report.html says what was found.
 
     Exit codes: 0 healthy, 1 a figure is unhealthy, 2 bad input or setting, 130 interrupted.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import logging
 import time
 import warnings
@@ -11,6 +13,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from glm5next_plugin.checkpoint.reading import CheckpointReader
+from glm5next_plugin.checkpoint.staging import refuse_occupied
+from glm5next_plugin.checkpoint.torch_dist_layout import is_torch_dist
 from glm5next_plugin.errors import InputError
 
 
@@ -32,17 +37,22 @@ def convert(
     """
     if not source.is_dir():
         raise InputError(f"{source}: no such directory")
-    # the frameworks narrate their start; a converter's output is its own
-    logging.getLogger("megatron").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module=r"megatron\.|torch\.")
+    # what can be refused is refused before Megatron takes its time to load
+    refuse_occupied(target, overwrite=overwrite)
+    back = is_torch_dist(source)
+    if not back:
+        CheckpointReader(source).check()
     console = Console(stderr=True)
     started = time.monotonic()
-    with console.status("loading Megatron") as status:
+    # the frameworks narrate their start; a converter's output is its own
+    with console.status("loading Megatron") as status, contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.getLogger("megatron").setLevel(logging.ERROR)
         from glm5next_plugin.adapters.megatron.registration import register
 
         register()
         from glm5next_plugin.adapters.megatron import convert as converter
 
-        direction = converter.to_released if converter.is_torch_dist(source) else converter.to_torch_dist
+        direction = converter.to_released if back else converter.to_torch_dist
         direction(source, target, progress=status.update, overwrite=overwrite)
     console.print(f"{target} written in {time.monotonic() - started:.0f} s")

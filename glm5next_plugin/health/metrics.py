@@ -16,7 +16,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 @dataclasses.dataclass(frozen=True)
 class Range:
-    """``low <= value <= high``, or strict on a side; ``None`` leaves a side open. A value that is not finite is outside."""
+    """``low <= value <= high``, strict where a side is open; ``None`` is no bound. What is not finite is outside."""
 
     low: float | None = None
     high: float | None = None

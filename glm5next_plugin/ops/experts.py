@@ -8,9 +8,16 @@ from .dispatch import Operator
 from .swiglu import clamped_swiglu
 from .validation import ShapeError, check_tensor
 
-# CPU kernels compute the last rows of a tensor in another way (few rows of a product, the end of a vectorised loop):
-# in whole blocks a token gets the same bits however many others chose its expert
 _ROW_BLOCK = 32
+
+
+def pad_few_rows(tokens: torch.Tensor) -> torch.Tensor:
+    """Rows ``[n, h]`` of one expert, filled up with zeros to a multiple of 32; none stay none.
+
+    CPU kernels compute the last rows in another way (few rows of a product, the end of a vectorised loop): in whole
+    blocks a token gets the same bits however many others chose its expert.
+    """
+    return torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[0] % _ROW_BLOCK))
 
 
 def experts_reference(
@@ -50,8 +57,7 @@ def experts_reference(
     counts = torch.bincount(chosen, minlength=count).tolist()
     outputs = []
     for tokens, gate_up_e, down_e in zip(x.index_select(0, rows).split(counts), gate_up, down, strict=True):
-        blocks = torch.nn.functional.pad(tokens, (0, 0, 0, -tokens.shape[0] % _ROW_BLOCK))
-        inner = clamped_swiglu(torch.nn.functional.linear(blocks, gate_up_e), limit)
+        inner = clamped_swiglu(torch.nn.functional.linear(pad_few_rows(tokens), gate_up_e), limit)
         outputs.append(torch.nn.functional.linear(inner, down_e)[: tokens.shape[0]])
     by_slot = torch.cat(outputs).float()
     by_slot = torch.empty_like(by_slot).index_copy(0, order, by_slot).unflatten(0, tuple(expert_ids.shape))

@@ -134,7 +134,7 @@ def pool_keys_step_reference(
     pooled = _pool(
         torch.cat([tail_key, key.unsqueeze(1)], dim=1), torch.cat([tail_gate, gate.unsqueeze(1)], dim=1), ape
     ).to(key.dtype)
-    here = (torch.arange(kpool - 1, device=key.device) == offset.unsqueeze(1)) & (seq_lens > 0).unsqueeze(1)
+    here = torch.arange(kpool - 1, device=key.device) == offset.unsqueeze(1)
     tails = (
         torch.where(here.unsqueeze(-1), new.unsqueeze(1), tail) for new, tail in ((key, tail_key), (gate, tail_gate))
     )

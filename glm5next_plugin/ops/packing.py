@@ -110,10 +110,10 @@ class PaddedDocuments:
     rows: torch.Tensor
     slots: torch.Tensor
 
-    def pad(self, rows: torch.Tensor, fill: float = 0) -> torch.Tensor:
-        """Packed rows ``[T, ...]`` to ``[n, length, ...]`` with ``fill`` behind each document."""
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Packed rows ``[T, ...]`` to ``[n, length, ...]`` with zeros behind each document."""
         count = self.documents.shape[0]
-        padded = rows.new_full((count * self.length, *rows.shape[1:]), fill)
+        padded = rows.new_zeros(count * self.length, *rows.shape[1:])
         return padded.index_copy(0, self.slots, rows.index_select(0, self.rows)).unflatten(0, (count, self.length))
 
 

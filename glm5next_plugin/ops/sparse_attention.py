@@ -104,7 +104,7 @@ def _visible_keys(group: PaddedDocuments, pool_ids: torch.Tensor, kpool: int) ->
     length = group.length
     place = torch.arange(length, device=pool_ids.device)
     pools = length // kpool
-    ids = group.pad(pool_ids, fill=-1).long()
+    ids = group.pad(pool_ids).long()
     ids = torch.where(ids < 0, pools, ids)
     chosen = torch.zeros(*ids.shape[:2], pools + 1, dtype=torch.bool, device=ids.device).scatter(2, ids, True)
     # a key behind the last pool of the group looks up column `pools`, which must say no

@@ -213,7 +213,7 @@ def _build(
 
 _SCHEDULE = ("num_hidden_layers", "dsa_layers", "first_k_dense_replace")
 
-# What the release has and no small variant changes
+# What the release has; a variant states what it changes
 _TEXT_COMMON = dict(
     head_dim=0,
     qk_rope_head_dim=0,

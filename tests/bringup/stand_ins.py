@@ -1,7 +1,7 @@
 """A trainer and an engine that need no framework: their model is one column of ``lm_head.weight``.
 
-The policy is ``softmax(weight)``, whatever the prompt. They let the tests of the loop run in seconds. The functions below
-are ``worker_setup`` callables that break one side.
+The policy is ``softmax(weight)``, whatever the prompt. They let the tests of the loop run in seconds. The functions
+below are ``worker_setup`` callables that break one side.
 """
 
 import os
@@ -46,7 +46,8 @@ class StandInEngine:
     def sample(self, prompts, samples_per_prompt, answer_length, seed):
         generator = torch.Generator().manual_seed(seed)
         shape = (len(prompts) * samples_per_prompt, answer_length)
-        answers = torch.multinomial(self.weight[:, 0].softmax(0), shape[0] * shape[1], True, generator=generator).view(shape)
+        distribution = self.weight[:, 0].softmax(0)
+        answers = torch.multinomial(distribution, shape[0] * shape[1], True, generator=generator).view(shape)
         return Samples(answers, log_probs_of(self.weight, answers))
 
     def probe(self, tokens):
@@ -68,7 +69,7 @@ class StandInTrainer:
 
     def update(self, minibatch):
         before = log_probs_of(self.weight, minibatch.tokens[:, -minibatch.old.shape[1] :])
-        self.weight = self.weight + self.settings.learning_rate * torch.randn_like(self.weight)
+        self.weight = self.weight + self.settings.learning_rate * self.weight.roll(1, 0)
         kl = (minibatch.old - before)[minibatch.mask].mean().item()
         return UpdateFigures(grad_norm=0.5, kl=kl) if self.rank == 0 else None
 
@@ -106,8 +107,9 @@ def one_part_differs(target):
     right = StandInTrainer.probe
 
     def wrong(self, tokens):
-        names = list(found := right(self, tokens))
-        return {name: 1.1 * found[name] if names.index(name) >= names.index("layers.2.mlp") else found[name] for name in names}
+        found = right(self, tokens)
+        names = list(found)
+        return found | {name: 1.1 * found[name] for name in names[names.index("layers.2.mlp") :]}
 
     StandInTrainer.probe = wrong
 

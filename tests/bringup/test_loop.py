@@ -9,13 +9,15 @@ import pytest
 from glm5next_plugin.bringup import loop
 from glm5next_plugin.bringup.loop import BringupSettings, run_bringup
 from glm5next_plugin.errors import InputError
+from glm5next_plugin.health import report
 from glm5next_plugin.health.metrics import METRICS
 
 TRAINER = "tests.bringup.stand_ins:StandInTrainer"
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
+def run(tmp_path, monkeypatch, forked_workers):
+    monkeypatch.setattr(report, "_plot", lambda *args: "")
     monkeypatch.setattr(loop, "_ENGINE", "tests.bringup.stand_ins:StandInEngine")
 
     def start(fault=None, on_row=lambda row: None, **settings):

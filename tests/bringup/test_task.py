@@ -55,7 +55,7 @@ def test_no_answer_scores_more_than_a_quarter_on_average_over_the_prompts():
     assert task.best_score_without_prompt() <= Fraction(6, 10)
 
 
-@pytest.mark.parametrize("architecture", [demo(), tiny(), tiny(index_kpool=16, index_topk=32)], ids=["demo", "tiny", "kpool16"])
+@pytest.mark.parametrize("architecture", [demo(), tiny(), tiny(index_kpool=16, index_topk=32)])
 def test_every_answered_token_chooses_among_more_pools_than_it_may_select(architecture):
     task = SymbolClassTask.for_architecture(architecture)
     assert task.prompt_length // architecture.index_kpool > architecture.index_topk // architecture.index_kpool

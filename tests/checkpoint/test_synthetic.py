@@ -150,7 +150,7 @@ def test_demo_is_the_model_of_the_bringup():
     assert architecture.attention_kinds == ("kda", "kda", "kda", "dsa")
     assert architecture.mlp_kinds == ("dense", "moe", "moe", "moe")
     assert (architecture.vocab_size, architecture.hidden_size) == (64, 64)
-    assert (architecture.n_routed_experts, architecture.num_experts_per_tok) == (8, 2)
+    assert (architecture.n_routed_experts, architecture.num_experts_per_tok) == (8, 4)
     assert (architecture.index_kpool, architecture.index_topk) == (4, 16)
 
 

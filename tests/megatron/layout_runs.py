@@ -14,7 +14,10 @@ def build(layout: Layout, checkpoint: str, *, dtype: str = "float32", ddp: bool 
     from glm5next_plugin.adapters import megatron as adapter
 
     adapter.initialize(
-        layout.tp, layout.pp, layout.ep, virtual_pipeline_parallel=dict(layout.provider).get("virtual_pipeline_model_parallel_size")
+        layout.tp,
+        layout.pp,
+        layout.ep,
+        virtual_pipeline_parallel=dict(layout.provider).get("virtual_pipeline_model_parallel_size"),
     )
     bridge = adapter.AutoBridge.from_hf_pretrained(checkpoint)
     provider = bridge.to_megatron_provider()
@@ -125,7 +128,9 @@ def gradients_by_released_name(bridge, models) -> dict[str, torch.Tensor]:
 
     for model in unwrap_model(models):
         for name, parameter in model.named_parameters():
-            assert parameter.requires_grad != (".indexer." in name), f"{name} must be frozen just if it is the indexer's"
+            assert parameter.requires_grad != (".indexer." in name), (
+                f"{name} must be frozen just if it is the indexer's"
+            )
             if parameter.requires_grad:
                 parameter.data = parameter.main_grad.clone()
     exported = {

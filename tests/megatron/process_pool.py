@@ -39,7 +39,7 @@ class ProcessPool:
         self._requests = [context.Queue() for _ in range(self._size)]
         self._answers = context.Queue()
         self._processes = [
-            context.Process(target=_serve, args=(rank, self._requests[rank], self._answers), daemon=True)
+            context.Process(target=_serve, args=(rank, os.getpid(), self._requests[rank], self._answers))
             for rank in range(self._size)
         ]
         for process in self._processes:
@@ -65,7 +65,9 @@ class ProcessPool:
                 except queue.Empty:
                     silent = sorted(set(range(layout.world)) - set(answers))
                     self.close()
-                    raise TimeoutError(f"{function} at {layout}: no answer from ranks {silent} in {timeout:.0f} s") from None
+                    raise TimeoutError(
+                        f"{function} at {layout}: no answer from ranks {silent} in {timeout:.0f} s"
+                    ) from None
                 if error is not None:
                     self.close()
                     raise RuntimeError(f"{function} at {layout}, rank {rank}:\n{error}")
@@ -81,13 +83,17 @@ class ProcessPool:
         self._processes = []
 
 
-def _serve(rank: int, requests, answers) -> None:
+def _serve(rank: int, parent: int, requests, answers) -> None:
+    """Answer requests until the test process is gone. No daemon: saving a checkpoint starts children."""
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
 
     torch.set_num_threads(1)
-    while True:
-        function, layout, store, arguments = requests.get()
+    while os.getppid() == parent:
+        try:
+            function, layout, store, arguments = requests.get(timeout=5)
+        except queue.Empty:
+            continue
         try:
             module, name = function.split(":")
             target = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""How near the routers and indexers of a run came to choosing otherwise: parity only means something above the noise."""
+"""How near the routers and indexers of a run came to choosing otherwise: parity means something above the noise only."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import torch
 def recording(enabled: bool) -> Iterator[dict[str, float]]:
     """Watch every choice made inside the block; afterwards the dict holds the smallest gap, relative to the scores.
 
-    ``router``: between the last chosen and the first rejected expert. ``indexer``: between the last chosen and the first
-    rejected pool. ``inf`` where nothing was rejected.
+    ``router``: between the last chosen and the first rejected expert. ``indexer``: between the last chosen and the
+    first rejected pool. ``inf`` where nothing was rejected.
     """
     smallest = {"router": float("inf"), "indexer": float("inf")}
     if not enabled:

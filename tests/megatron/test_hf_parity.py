@@ -19,8 +19,12 @@ def tokens(length: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
 @pytest.mark.parametrize("kpool", [4, 16])
 def test_logits_equal_hf_at_every_length(pool, checkpoints, kpool):
     batches = [tokens(length) for length in LENGTHS]
-    (answer,) = pool.run(RUN, Layout(), checkpoint=str(checkpoints(kpool)), batches=batches, backward=False, margins=True)
-    assert answer["margins"]["indexer"] < float("inf"), "no pool was ever rejected: the lengths do not test the selection"
+    (answer,) = pool.run(
+        RUN, Layout(), checkpoint=str(checkpoints(kpool)), batches=batches, backward=False, margins=True
+    )
+    assert answer["margins"]["indexer"] < float("inf"), (
+        "no pool was ever rejected: the lengths do not test the selection"
+    )
     reference = hf_reference.load(checkpoints(kpool))
     with torch.no_grad():
         differences = {
@@ -57,7 +61,7 @@ def test_every_gradient_equals_hf(pool, checkpoints, kpool, tmp_path):
     (output * direction(output.shape, 0)).mean().backward()
     expected = hf_reference.gradients(reference, tmp_path)
 
-    # 8 layers of 6 mHC + 2 norms, 6 KDA of 15, 2 DSA of 7 (the indexer is frozen), 3 dense of 3, 5 MoE of 1 + 3 + 16 * 3
+    # 8 layers of 6 mHC + 2 norms, 6 KDA of 15, 2 DSA of 7 (the indexer is frozen), 3 dense of 3, 5 MoE of 4 + 16 * 3
     assert len(answer["gradients"]) == 8 * 8 + 6 * 15 + 2 * 7 + 3 * 3 + 5 * 52 + 3
     errors = {
         name: ((gradient - expected[name].float()).norm() / expected[name].norm().clamp(min=1e-12)).item()

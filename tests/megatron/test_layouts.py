@@ -46,9 +46,7 @@ def test_pipeline_logits_are_bit_identical(pool, checkpoints, one_process, layou
     assert_gradients_agree(answers[0]["gradients"], one_process["gradients"])
 
 
-@pytest.mark.parametrize(
-    "layout", [Layout(tp=2, world=2), Layout(ep=2, world=2), Layout(tp=2, pp=2, world=4)], ids=str
-)
+@pytest.mark.parametrize("layout", [Layout(tp=2, world=2), Layout(ep=2, world=2), Layout(tp=2, pp=2, world=4)], ids=str)
 def test_split_tensors_and_experts_agree(pool, checkpoints, one_process, layout):
     answers = pool.run(RUN, layout, checkpoint=str(checkpoints(4)), batches=BATCHES)
     found = gathered(answers)

@@ -171,6 +171,13 @@ def test_plugins_are_not_asked_while_the_reference_runs(plugin):
     assert plugin == []
 
 
+def test_description_asks_the_plugins_once(plugin):
+    for _ in range(2):
+        described = {entry.operator: entry for entry in dispatch.describe_backends()}
+        assert described["rms_norm"] == dispatch.OperatorBackends("rms_norm", "reference", ("reference", "sevens"))
+    assert plugin == [register_backend]
+
+
 def test_description_lists_every_operator_with_its_backends(plugin, monkeypatch):
     monkeypatch.setenv("GLM5NEXT_BACKEND", "rms_norm=sevens")
     described = {entry.operator: entry for entry in dispatch.describe_backends()}

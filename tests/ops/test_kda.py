@@ -141,7 +141,7 @@ def test_definition_matches_its_fp64_recurrence(length):
         assert relative_error(state[0], expected_state) < 1e-6
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 27), min_size=1, max_size=6), st.booleans(), st.booleans())
 def test_chunks_equal_the_definition_for_any_documents(lengths, bounded, with_state):
     cu_seqlens = packed(*lengths)
@@ -256,6 +256,16 @@ def test_bf16_rounds_the_output_once_and_keeps_the_state_fp32():
     assert (found.dtype, state.dtype) == (torch.bfloat16, torch.float32)
     assert torch.equal(found, wide.bfloat16())
     assert torch.equal(state, wide_state)
+
+
+def test_step_in_bf16_rounds_the_output_once_and_keeps_the_state_fp32():
+    q, k, v, log_decay, beta = (x.detach() for x in _inputs(4))
+    rounded, state = [x.bfloat16() for x in (q, k, v)], torch.randn(4, HEADS, KEY, VALUE)
+    found, new_state = kda_step(*rounded, log_decay, beta, state)
+    wide, wide_state = kda_step(*(x.float() for x in rounded), log_decay, beta, state)
+    assert (found.dtype, new_state.dtype) == (torch.bfloat16, torch.float32)
+    assert torch.equal(found, wide.bfloat16())
+    assert torch.equal(new_state, wide_state)
 
 
 def test_documents_without_tokens_keep_their_state():

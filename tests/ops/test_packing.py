@@ -78,16 +78,16 @@ def test_message_names_operator_argument_and_both_shapes():
         check_tensor("kda", "q", torch.zeros(2, 3), "[T, H, K]", (2, None, 4))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=12))
 def test_groups_hold_every_token_once_within_a_factor_of_two(lengths):
     cu_seqlens = cumulative_lengths(torch.tensor(lengths))
     tokens = sum(lengths)
     rows = torch.arange(1, tokens + 1, dtype=torch.float32).unsqueeze(1)
     groups = group_by_length(cu_seqlens)
-    padded = [group.pad(rows, fill=-1) for group in groups]
+    padded = [group.pad(rows) for group in groups]
     for group, batch in zip(groups, padded, strict=True):
-        real = (batch >= 0).sum((1, 2))
+        real = (batch > 0).sum((1, 2))
         assert real.tolist() == [lengths[document] for document in group.documents.tolist()]
         assert 2 * int(real.min()) > group.length - 1
         assert (batch.squeeze(-1)[:, 0] == cu_seqlens[group.documents] + 1).all()

@@ -30,7 +30,7 @@ def test_bias_near_seven_routes_as_fp64():
     assert clear.float().mean() > 0.99
     assert torch.equal(ids[clear].sort(-1).values, best.indices[clear, :8].sort(-1).values)
     in_bf16 = select_experts(torch.sigmoid(logits).bfloat16() + bias.bfloat16(), 8)
-    assert (in_bf16.sort(-1).values != ids.sort(-1).values).any(-1).float().mean() > 0.9
+    assert (in_bf16.sort(-1).values != ids.sort(-1).values).any(-1).float().mean() > 0.5
 
 
 def test_bias_chooses_and_does_not_weigh():
