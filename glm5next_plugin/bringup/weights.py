@@ -16,7 +16,7 @@ def digest(tensor: torch.Tensor) -> str:
     The values are taken as fp32, which holds every bf16 value exactly: the same weight has the same digest whether a
     side keeps it in bf16 or, as transformers does with convolutions, in fp32.
     """
-    values = tensor.detach().to("cpu", torch.float32).contiguous()
+    values = tensor.detach().to("cpu", torch.float32)
     return hashlib.sha256(repr(tuple(values.shape)).encode() + values.numpy().tobytes()).hexdigest()
 
 

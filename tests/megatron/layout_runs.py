@@ -75,7 +75,8 @@ def forward_backward(
         margins: also the smallest gap between a chosen and a rejected score of router and indexer.
 
     Returns:
-        ``logits`` (last stage; index of the micro-batch -> ``[b, s, vocab]``), ``gradients`` (rank 0) and ``margins``.
+        ``logits`` (last stage; index of the micro-batch -> ``[b, s, vocab]``), ``grad_norm``, ``gradients`` (rank 0) and
+        ``margins``.
     """
     from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
@@ -115,8 +116,18 @@ def forward_backward(
     answer: dict[str, Any] = {"logits": logits, "margins": dict(smallest)}
     if backward:
         finalize_model_grads(models)
+        answer["grad_norm"] = grad_norm(models)
         answer["gradients"] = gradients_by_released_name(bridge, models)
     return answer
+
+
+def grad_norm(models) -> float:
+    """The norm that megatron-core's optimizer clips by, over all ranks."""
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    optimizer = get_megatron_optimizer(OptimizerConfig(optimizer="adam", lr=1e-3), models)
+    optimizer.prepare_grads()
+    return float(optimizer.get_grad_norm())
 
 
 def gradients_by_released_name(bridge, models) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""How near the routers and indexers of a run came to choosing otherwise: parity means something above the noise only."""
+"""How near the routers and indexers of a run came to choosing otherwise: below the noise, parity means nothing."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def test_pipeline_logits_are_bit_identical(pool, checkpoints, one_process, layou
     found = gathered(answers)
     assert sorted(found) == [0, 1]
     assert all(torch.equal(found[index], one_process["logits"][index]) for index in found)
-    assert_gradients_agree(answers[0]["gradients"], one_process["gradients"])
+    assert_gradients_agree(answers, one_process)
 
 
 @pytest.mark.parametrize("layout", [Layout(tp=2, world=2), Layout(ep=2, world=2), Layout(tp=2, pp=2, world=4)], ids=str)
@@ -54,10 +54,11 @@ def test_split_tensors_and_experts_agree(pool, checkpoints, one_process, layout)
     for index, logits in found.items():
         expected = one_process["logits"][index]
         assert (logits - expected).abs().max() / expected.abs().max() <= 1e-5
-    assert_gradients_agree(answers[0]["gradients"], one_process["gradients"])
+    assert_gradients_agree(answers, one_process)
 
 
-def assert_gradients_agree(found, expected):
+def assert_gradients_agree(answers, one_process):
+    found, expected = answers[0]["gradients"], one_process["gradients"]
     assert found.keys() == expected.keys()
     errors = {
         name: ((found[name] - gradient).norm() / gradient.norm().clamp(min=1e-20)).item()
@@ -65,3 +66,5 @@ def assert_gradients_agree(found, expected):
     }
     worst = max(errors, key=errors.get)
     assert errors[worst] <= 1e-4, (worst, errors[worst])
+    for answer in answers:
+        assert abs(answer["grad_norm"] / one_process["grad_norm"] - 1) <= 1e-5
