@@ -75,7 +75,7 @@ def forward_backward(
         margins: also the smallest gap between a chosen and a rejected score of router and indexer.
 
     Returns:
-        ``logits`` (last stage; index of the micro-batch -> ``[b, s, vocab]``), ``grad_norm``, ``gradients`` (rank 0) and
+        ``logits`` (last stage; micro-batch -> ``[b, s, vocab]``), ``grad_norm``, ``gradients`` (rank 0) and
         ``margins``.
     """
     from megatron.core import parallel_state

@@ -54,6 +54,22 @@ def fp32_kinds_through_a_bf16_run(layout: Layout, checkpoint: str, scratch: str)
     return stages
 
 
+def fp32_kinds_cast_by_plain_megatron(layout: Layout, checkpoint: str) -> dict[str, dict[str, torch.Tensor]]:
+    """What megatron-core's own Float16Module, and after it ``.bfloat16()``, leave of the fp32 kinds."""
+    from glm5next_plugin.adapters import megatron as adapter
+    from megatron.core.transformer.module import Float16Module
+
+    adapter.initialize()
+    provider = adapter.AutoBridge.from_hf_pretrained(checkpoint).to_megatron_provider()
+    provider.apply_overrides_and_finalize(dtype=torch.bfloat16)
+    models = provider.provide_distributed_model(wrap_with_ddp=False, mixed_precision_wrapper=None)
+    wrapped = Float16Module(provider, models[0])
+    found = {"Float16Module": {n: t.detach().clone() for n, t in _named_fp32([wrapped]).items()}}
+    wrapped.bfloat16()
+    found["bfloat16"] = {n: t.detach().clone() for n, t in _named_fp32([wrapped]).items()}
+    return found
+
+
 def error_of_build(layout: Layout, checkpoint: str, settings: dict[str, Any]) -> str:
     """The message of the error that building with these provider settings raises, or ``""``."""
     from glm5next_plugin.adapters import megatron as adapter

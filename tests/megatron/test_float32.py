@@ -54,6 +54,18 @@ def test_every_fp32_tensor_keeps_its_bits(stages, source, stage):
         assert not name.endswith("A_log") or not torch.equal(expected, rounded), "the values would survive bf16 anyway"
 
 
+def test_plain_megatron_casts_keep_the_bits(pool, source):
+    """Without Megatron-Bridge, which restores parameters after its own cast."""
+    (found,) = pool.run(
+        "tests.megatron.module_runs:fp32_kinds_cast_by_plain_megatron", Layout(), checkpoint=str(source)
+    )
+    reader = CheckpointReader(source)
+    for cast, tensors in found.items():
+        assert len(tensors) == 8 * 4 + 6 * 2 + 5
+        for name, tensor in tensors.items():
+            assert tensor.dtype == torch.float32 and torch.equal(tensor, reader.tensor(disk_name(name))), (cast, name)
+
+
 def test_an_export_that_asks_for_bf16_keeps_fp32_kinds(stages, source):
     reader = CheckpointReader(source)
     for name, tensor in stages["exported"].items():
