@@ -99,6 +99,25 @@ def error_of_load(layout: Layout, checkpoint: str) -> str:
     return ""
 
 
+def errors_of_an_incomplete_table(layout: Layout, checkpoint: str) -> dict[str, str]:
+    """The errors of loading with a line taken out of the bridge's table, and with one that maps a tensor twice."""
+    from glm5next_plugin.adapters.megatron.registration import register
+
+    register()
+    from glm5next_plugin.adapters.megatron import bridge as table
+
+    errors = {}
+    name, disk = "ffn_hc.scale", table._REPLICATED["ffn_hc.scale"]
+    try:
+        del table._REPLICATED[name]
+        errors["unmapped"] = error_of_load(layout, checkpoint)
+        table._REPLICATED[name] = table._REPLICATED["attn_hc.scale"]
+        errors["unread"] = error_of_load(layout, checkpoint)
+    finally:
+        table._REPLICATED[name] = disk
+    return errors
+
+
 def logits_from_torch_dist(layout: Layout, checkpoint: str, weights: str, tokens: torch.Tensor) -> torch.Tensor | None:
     """Overwrite every weight, load a distributed checkpoint, and run; the logits, on the last stage."""
     from glm5next_plugin.adapters import megatron as adapter

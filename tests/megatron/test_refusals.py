@@ -105,3 +105,13 @@ def test_a_tensor_at_fault_is_named_on_load(pool, single_shard, tmp_path, fault)
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)}))
     (message,) = pool.run(LOAD, Layout(), checkpoint=str(folder))
     assert all(name in message for name in names), message
+
+
+def test_parameters_and_tensors_that_do_not_pair_off_are_named(pool, checkpoints):
+    (errors,) = pool.run(
+        "tests.megatron.module_runs:errors_of_an_incomplete_table", Layout(), checkpoint=str(checkpoints(4))
+    )
+    assert "decoder.layers.0.ffn_hc.scale" in errors["unmapped"]
+    assert "model.language_model.layers.0.hc_ffn_scale" in errors["unmapped"]
+    assert "parameters without a tensor: none" in errors["unread"]
+    assert "model.language_model.layers.7.hc_ffn_scale" in errors["unread"]
