@@ -15,4 +15,4 @@ demo: setup
 	.venv/bin/glm5next bringup $(ARGS)
 
 test: setup
-	.venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
+	.venv/bin/python -m pytest $(ARGS)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .metrics import METRICS, Metric, Precision
-from .verdict import Finding, Row, describe, unhealthy_metrics
+from .verdict import Finding, Row, describe, reward_ends, unhealthy_metrics
 
 _GOOD, _BAD, _PARTIAL = "#1a7f37", "#c62828", "#9a6700"
 _STYLE = """
@@ -43,7 +43,11 @@ def verdict_line(rows: Sequence[Row], findings: Sequence[Finding], interrupted: 
         return f"Unhealthy after {steps}: {first}{more}. Do not train with this set-up before that is understood."
     if interrupted:
         return f"Interrupted after {steps}; every figure so far is in its healthy range."
-    return f"Healthy: {steps}, every figure in its range. Trainer and rollout engine compute the same model."
+    first, last = reward_ends(rows)
+    return (
+        f"Healthy: {steps}, every figure in its range; raw_reward went from {first:.2f} to {last:.2f}. "
+        "Trainer and rollout engine compute the same model."
+    )
 
 
 def write_report(

@@ -79,11 +79,17 @@ def judge(rows: Sequence[Row], precision: Precision, *, must_learn: bool = False
     return findings
 
 
-def reward_rise(rows: Sequence[Row]) -> float:
-    """Mean ``raw_reward`` of the last fifth of the steps (at least one) minus that of the first."""
+def reward_ends(rows: Sequence[Row]) -> tuple[float, float]:
+    """Mean ``raw_reward`` of the first fifth of the steps (at least one) and of the last."""
     fifth = max(1, len(rows) // 5)
     rewards = [row["raw_reward"] for row in rows]
-    return (sum(rewards[-fifth:]) - sum(rewards[:fifth])) / fifth
+    return sum(rewards[:fifth]) / fifth, sum(rewards[-fifth:]) / fifth
+
+
+def reward_rise(rows: Sequence[Row]) -> float:
+    """By how much the reward rose: the second of :func:`reward_ends` minus the first."""
+    first, last = reward_ends(rows)
+    return last - first
 
 
 def _out_of_range(metric: Metric, bad: Sequence[Row], steps: int, healthy: Range) -> Finding:

@@ -22,7 +22,8 @@ def row(step, **changed):
 
 def test_a_healthy_run_has_no_findings():
     assert judge([row(1), row(2)], "fp32") == []
-    assert verdict_line([row(1), row(2)], []).startswith("Healthy: 2 steps")
+    line = verdict_line([row(1), row(2, raw_reward=0.75)], [])
+    assert line.startswith("Healthy: 2 steps, every figure in its range; raw_reward went from 0.50 to 0.75.")
 
 
 @pytest.mark.parametrize(

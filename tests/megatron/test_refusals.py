@@ -11,6 +11,7 @@ from glm5next_plugin.architecture import Architecture, ConfigError
 from glm5next_plugin.checkpoint.synthetic import make_checkpoint
 from glm5next_plugin.recipes import variants
 
+from .command import run_convert
 from .process_pool import Layout
 
 BUILD = "tests.megatron.module_runs:error_of_build"
@@ -92,19 +93,33 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_tensor_at_fault_is_named_on_load(pool, single_shard, tmp_path, fault):
-    folder = tmp_path / "faulty"
+@pytest.fixture(scope="module", params=FAULTS)
+def faulty(request, single_shard, tmp_path_factory):
+    """(checkpoint with one tensor at fault, names that an error must have)."""
+    folder = tmp_path_factory.mktemp("faulty") / request.param
     shutil.copytree(single_shard, folder)
     (shard,) = folder.glob("*.safetensors")
     tensors = load_file(shard)
-    change, names = FAULTS[fault]
+    change, names = FAULTS[request.param]
     change(tensors)
     save_file(tensors, shard, metadata={"format": "pt"})
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"metadata": {}, "weight_map": dict.fromkeys(tensors, shard.name)}))
+    return folder, names
+
+
+def test_a_tensor_at_fault_is_named_on_load(pool, faulty):
+    folder, names = faulty
     (message,) = pool.run(LOAD, Layout(), checkpoint=str(folder))
     assert all(name in message for name in names), message
+
+
+def test_a_tensor_at_fault_is_named_by_the_command_which_exits_with_2(faulty, tmp_path):
+    folder, names = faulty
+    result = run_convert(folder, tmp_path / "out")
+    assert result.returncode == 2
+    assert all(name in result.stderr for name in names), result.stderr
+    assert "Traceback" not in result.stderr and not list(tmp_path.iterdir())
 
 
 def test_parameters_and_tensors_that_do_not_pair_off_are_named(pool, checkpoints):

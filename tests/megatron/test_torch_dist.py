@@ -1,9 +1,6 @@
 """Distributed checkpoints: saved on one process, loaded in other layouts; released format there and back."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,12 +10,12 @@ from glm5next_plugin.checkpoint.synthetic import make_checkpoint
 from glm5next_plugin.recipes import variants
 from tests import hf_oracle
 
+from .command import run_convert
 from .conftest import INITIALIZATION
 from .process_pool import Layout
 from .test_hf_parity import tokens
 
 LOAD = "tests.megatron.module_runs:logits_from_torch_dist"
-GLM5NEXT = [str(Path(sys.executable).with_name("glm5next"))]
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,7 @@ def converted(source, tmp_path_factory):
     """The source through the real command: to torch_dist and back."""
     folder = tmp_path_factory.mktemp("converted")
     for arguments in ([source, folder / "torch_dist"], [folder / "torch_dist", folder / "released"]):
-        subprocess.run([*GLM5NEXT, "convert", *map(str, arguments)], check=True, timeout=280)
+        run_convert(*arguments).check_returncode()
     return folder
 
 
@@ -94,20 +91,12 @@ def test_an_export_brings_config_and_tokenizer(source, converted):
 def test_a_checkpoint_saved_by_transformers_imports_to_the_same_weights(source, tmp_path):
     model = hf_oracle.modeling().Glm5NextForConditionalGeneration.from_pretrained(source, dtype=torch.bfloat16)
     model.save_pretrained(tmp_path / "saved")
-    subprocess.run(
-        [*GLM5NEXT, "convert", str(tmp_path / "saved"), str(tmp_path / "torch_dist")], check=True, timeout=280
-    )
-    subprocess.run(
-        [*GLM5NEXT, "convert", str(tmp_path / "torch_dist"), str(tmp_path / "back")], check=True, timeout=280
-    )
+    run_convert(tmp_path / "saved", tmp_path / "torch_dist").check_returncode()
+    run_convert(tmp_path / "torch_dist", tmp_path / "back").check_returncode()
     before, after = CheckpointReader(source), CheckpointReader(tmp_path / "back")
     for name in after.names():
         assert torch.equal(before.tensor(name), after.tensor(name)), name
     assert set(before.names()) - set(after.names()) == {name for name in before.names() if ".layers.8." in name}
-
-
-def run_convert(*arguments: Path) -> subprocess.CompletedProcess:
-    return subprocess.run([*GLM5NEXT, "convert", *map(str, arguments)], capture_output=True, text=True, timeout=120)
 
 
 def test_a_bad_source_is_one_line_exit_code_2_and_no_output(source, tmp_path):
