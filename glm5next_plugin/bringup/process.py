@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import multiprocessing
 import os
@@ -9,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -50,7 +51,8 @@ class Worker:
         self._process = _CONTEXT.Process(
             target=_serve, args=(theirs, target, arguments, str(log), setup), name=name, daemon=True
         )
-        self._process.start()
+        with _worker_environment():
+            self._process.start()
         theirs.close()
         self._waiting: str | None = "start"
 
@@ -143,13 +145,28 @@ def resolve(target: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
+@contextlib.contextmanager
+def _worker_environment() -> Iterator[None]:
+    """What a process started inside inherits. It may import torch before any code of ours runs there."""
+    # CPUs even where a GPU is present; progress bars are noise in a log
+    changed = dict(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
+    # operators of a small model are too short for several threads: they would wait for one another
+    changed["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    before = {name: os.environ.get(name) for name in changed}
+    os.environ.update(changed)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
 def _serve(connection: Connection, target: str, arguments: dict[str, Any], log: str, setup: str | None) -> None:
     """Body of the process: build, answer calls, end when the owner's end of the pipe closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # a worker is for CPUs even where a GPU is present, and a progress bar is noise in a log
-    os.environ.update(CUDA_VISIBLE_DEVICES="", HF_HUB_OFFLINE="1", TQDM_DISABLE="1")
-    # operators of a small model are too short for several threads: they wait for one another
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(descriptor, sys.stdout.fileno())
     os.dup2(descriptor, sys.stderr.fileno())

@@ -66,7 +66,10 @@ def bringup(
     console = Console(highlight=False)
     table = _StepTable(console, dtype)
     result = run_bringup(
-        settings, trainer=_TRAINER, on_row=table.print_row, on_stage=lambda line: console.print(line, style="dim")
+        settings,
+        trainer=_TRAINER,
+        on_row=table.print_row,
+        on_stage=lambda line: console.print(line, style="dim", soft_wrap=True),
     )
     console.print()
     for finding in result.findings:
@@ -85,15 +88,16 @@ def bringup(
 class _StepTable:
     """One row a step, as it comes; figures outside their healthy range are red."""
 
-    _TITLES = {
-        "step": "step",
-        "raw_reward": "raw_reward",
-        "train_rollout_logprob_abs_diff": "logprob_diff",
-        "train_rollout_logprob_abs_diff_max": "its max",
-        "nonfinite_logprobs": "nonfinite",
-        "ppo_kl": "ppo_kl",
-        "grad_norm": "grad_norm",
-        "seconds": "seconds",
+    # metric: title and width; the whole row fits 80 columns
+    _COLUMNS = {
+        "step": ("step", 4),
+        "raw_reward": ("raw_reward", 10),
+        "train_rollout_logprob_abs_diff": ("logprob_diff", 12),
+        "train_rollout_logprob_abs_diff_max": ("its max", 9),
+        "nonfinite_logprobs": ("nonfinite", 9),
+        "ppo_kl": ("ppo_kl", 10),
+        "grad_norm": ("grad_norm", 10),
+        "seconds": ("seconds", 7),
     }
 
     def __init__(self, console, dtype: str):
@@ -106,17 +110,17 @@ class _StepTable:
         from glm5next_plugin.health.verdict import unhealthy_metrics
 
         if not self._started:
-            self._print([(title, "bold") for title in self._TITLES.values()])
+            self._print([(title, "bold") for title, _ in self._COLUMNS.values()])
             self._started = True
         unhealthy = unhealthy_metrics(row, self._dtype)
-        self._print([(format_value(row[name]), "bold red" if name in unhealthy else "") for name in self._TITLES])
+        self._print([(format_value(row[name]), "bold red" if name in unhealthy else "") for name in self._COLUMNS])
 
     def _print(self, cells: list[tuple[str, str]]) -> None:
         from rich.table import Table
         from rich.text import Text
 
         line = Table.grid(padding=(0, 1))
-        for title in self._TITLES.values():
-            line.add_column(justify="right", min_width=max(len(title), 9), no_wrap=True)
+        for _, width in self._COLUMNS.values():
+            line.add_column(justify="right", width=width, no_wrap=True)
         line.add_row(*(Text(text, style=style) for text, style in cells))
         self._console.print(line)

@@ -52,7 +52,8 @@ def test_a_call_returns_what_the_method_returns(echo):
 
 def test_it_has_no_gpu_and_leaves_ctrl_c_to_its_owner(echo):
     environment, on_interrupt = echo.call("environment", timeout=10)
-    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    assert environment["CUDA_VISIBLE_DEVICES"] == "" and environment["OMP_NUM_THREADS"] == "1"
+    assert os.environ.get("CUDA_VISIBLE_DEVICES") != ""
     assert on_interrupt == signal.SIG_IGN
 
 

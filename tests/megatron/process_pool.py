@@ -75,11 +75,14 @@ class ProcessPool:
         return [answers[rank] for rank in range(layout.world)]
 
     def close(self) -> None:
-        """Kill the processes."""
+        """End the processes: those that answer end themselves and their children, the others are killed."""
+        for requests in self._requests if self._processes else []:
+            requests.put(None)
         for process in self._processes:
-            process.kill()
-        for process in self._processes:
-            process.join()
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()
+                process.join()
         self._processes = []
 
 
@@ -91,9 +94,12 @@ def _serve(rank: int, parent: int, requests, answers) -> None:
     torch.set_num_threads(1)
     while os.getppid() == parent:
         try:
-            function, layout, store, arguments = requests.get(timeout=5)
+            request = requests.get(timeout=5)
         except queue.Empty:
             continue
+        if request is None:
+            return
+        function, layout, store, arguments = request
         try:
             module, name = function.split(":")
             target = getattr(importlib.import_module(module), name)
