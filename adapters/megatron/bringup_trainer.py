@@ -12,9 +12,7 @@ import torch
 from glm5next_plugin.bringup.grpo import clipped_policy_loss
 from glm5next_plugin.bringup.trainer import Minibatch, TrainerSettings, UpdateFigures
 from glm5next_plugin.bringup.weights import digest
-from glm5next_plugin.checkpoint.inventory import expected_tensors
 from glm5next_plugin.checkpoint.reading import CheckpointReader
-from glm5next_plugin.checkpoint.writing import CheckpointWriter
 from glm5next_plugin.errors import InputError
 from glm5next_plugin.ops.log_probs import token_log_probs
 
@@ -53,16 +51,17 @@ class MegatronTrainer:
         self._bridge = adapter.AutoBridge.from_hf_pretrained(str(settings.checkpoint))
         dtype = _TORCH_DTYPES[settings.dtype]
         provider = self._bridge.to_megatron_provider()
-        provider.apply_overrides_and_finalize(
-            dtype=dtype,
-            overrides=dict(
-                tensor_model_parallel_size=tp,
-                pipeline_model_parallel_size=pp,
-                expert_model_parallel_size=ep,
-                sequence_parallel=tp > 1,
-                parallel_output=False,
-            ),
+        overrides = dict(
+            tensor_model_parallel_size=tp,
+            pipeline_model_parallel_size=pp,
+            expert_model_parallel_size=ep,
+            sequence_parallel=tp > 1,
+            parallel_output=False,
         )
+        try:
+            provider.apply_overrides_and_finalize(dtype=dtype, overrides=overrides)
+        except ValueError as error:  # megatron-core's own check of the parallel sizes comes before ours
+            raise InputError(f"tp {tp}, pp {pp}, ep {ep}: {error}") from error
         self._models = provider.provide_distributed_model(
             ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True), wrap_with_ddp=True
         )
@@ -89,17 +88,24 @@ class MegatronTrainer:
 
     def export(self, directory: Path) -> dict[str, str] | None:
         """Write the checkpoint; vision and MTP tensors come from the one that the run started from."""
-        tensors = dict(self._released())
-        if torch.distributed.get_rank() != 0:
-            return None
-        text = expected_tensors(self._architecture, vision=False, mtp=False)
-        with CheckpointWriter(directory, self._architecture, dtype="keep", companions=self._reader.path) as writer:
-            for name, tensor in tensors.items():
-                writer.add(name, tensor)
-            for name in self._reader.names():
-                if name not in text:
-                    writer.add(name, self._reader.tensor(name))
-        return {name: digest(tensor) for name, tensor in tensors.items()}
+        from .export import carried_tensors, write_released
+
+        digests = {}
+
+        def digested() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in self._released():
+                digests[name] = digest(tensor)
+                yield name, tensor
+
+        write_released(
+            digested(),
+            directory,
+            self._architecture,
+            carried=carried_tensors(self._reader),
+            companions=self._reader.path,
+            dtype="keep",
+        )
+        return self._on_first_rank(digests)
 
     def _released(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._bridge.export_hf_weights(self._models, cpu=True, show_progress=False)

@@ -221,7 +221,8 @@ def _backend(operator_name: str, backend_name: str) -> _Backend:
 def _load_plugins() -> None:
     global _plugins_loaded
     if not _plugins_loaded:
-        _plugins_loaded = True
         from glm5next_plugin import plugins
 
         plugins.register_kernels(register_backend)
+        # only now: a plugin that fails is an error each time, not just the first
+        _plugins_loaded = True

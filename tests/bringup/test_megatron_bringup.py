@@ -7,6 +7,7 @@ import torch
 
 from glm5next_plugin.bringup.loop import BringupSettings, run_bringup
 from glm5next_plugin.checkpoint.synthetic import make_checkpoint
+from glm5next_plugin.errors import InputError
 from glm5next_plugin.health import report
 from glm5next_plugin.health.verdict import reward_rise
 
@@ -62,6 +63,20 @@ def test_tp2_pp2_and_ep2_give_the_first_row_of_world_1(bringup):
     for other in (split, experts):
         for name in FIGURES:
             assert other.rows[0][name] == pytest.approx(whole.rows[0][name], rel=0, abs=1e-5), name
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        (dict(pipeline_parallel=3), "pp 3; needed: a divisor of the 4 layers"),
+        (dict(tensor_parallel=4), "tp 4, pp 1, ep 1: num_attention_heads"),
+        (dict(expert_parallel=16), "n_routed_experts|num_moe_experts"),
+        (dict(expert_parallel=3), "3 data parallel ranks; needed: a divisor of 128 samples"),
+    ],
+)
+def test_parallel_sizes_that_do_not_divide_are_refused(bringup, sizes, message):
+    with pytest.raises(InputError, match=message):
+        bringup(**sizes)
 
 
 def test_bf16_stays_within_its_range(bringup):
