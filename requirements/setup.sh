@@ -30,6 +30,8 @@ touch "$unfinished"
 echo "setup: installing requirements/cpu.txt (about 2.8 GB to download, 5 GB on disk)"
 "$venv/bin/python" -m pip install --quiet --no-deps -r requirements/cpu.txt
 "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation -e .
+# where PYTHONDONTWRITEBYTECODE is set pip leaves that to each process, and one that imports Megatron takes seconds for it
+"$venv/bin/python" -m compileall -q -j 0 "$venv/lib" || true # a few packages ship templates that are no Python
 rm "$unfinished"
 printf '%s\n' "$fingerprint" >"$ready"
 echo "setup: done"

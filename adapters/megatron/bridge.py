@@ -1,4 +1,4 @@
-"""Megatron-Bridge's bridge of the model: a table of names, and checks that nothing is left out."""
+"""Megatron-Bridge's bridge of the model: the table of names as mappings, and checks that nothing is left out."""
 
 from __future__ import annotations
 
@@ -17,80 +17,15 @@ from megatron.bridge.models.conversion.param_mapping import (
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from glm5next_plugin.architecture import Architecture
-from glm5next_plugin.checkpoint.inventory import FP32_KINDS, expected_tensors
+from glm5next_plugin.checkpoint.inventory import FP32_KINDS, LAYERS, expected_tensors
 from glm5next_plugin.errors import InputError
 
+from . import names
 from .provider import Glm5NextProvider
 from .released_source import ReleasedSource, checkpoint_directory
 
-_LAYER = "decoder.layers.*."
-_DISK = "model.language_model.layers.*."
-
-# Megatron's name below a layer -> the name on disk below a layer
-_REPLICATED = {
-    "attn_hc.fn": "hc_attn_fn",
-    "attn_hc.base": "hc_attn_base",
-    "attn_hc.scale": "hc_attn_scale",
-    "ffn_hc.fn": "hc_ffn_fn",
-    "ffn_hc.base": "hc_ffn_base",
-    "ffn_hc.scale": "hc_ffn_scale",
-    "input_layernorm.weight": "input_layernorm.weight",
-    "pre_mlp_layernorm.weight": "post_attention_layernorm.weight",
-    # KDA
-    "self_attention.linear_f_a.weight": "self_attn.f_a_proj.weight",
-    "self_attention.linear_g_a.weight": "self_attn.g_a_proj.weight",
-    "self_attention.o_norm.weight": "self_attn.o_norm.weight",
-    # DSA
-    "self_attention.linear_q_down_proj.weight": "self_attn.q_a_proj.weight",
-    "self_attention.linear_kv_down_proj.weight": "self_attn.kv_a_proj_with_mqa.weight",
-    "self_attention.q_layernorm.weight": "self_attn.q_a_layernorm.weight",
-    "self_attention.kv_layernorm.weight": "self_attn.kv_a_layernorm.weight",
-    "self_attention.indexer.wq_b.weight": "self_attn.indexer.wq_b.weight",
-    "self_attention.indexer.wk.weight": "self_attn.indexer.wk.weight",
-    "self_attention.indexer.weights_proj.weight": "self_attn.indexer.weights_proj.weight",
-    "self_attention.indexer.k_norm.weight": "self_attn.indexer.k_norm.weight",
-    "self_attention.indexer.k_norm.bias": "self_attn.indexer.k_norm.bias",
-    "self_attention.indexer.index_kpool_compress_gate": "self_attn.indexer.index_kpool_compress_gate",
-    "self_attention.indexer.index_kpool_compress_ape": "self_attn.indexer.index_kpool_compress_ape",
-    # MoE
-    "mlp.router.weight": "mlp.gate.weight",
-    "mlp.router.expert_bias": "mlp.gate.e_score_correction_bias",
-}
-_COLUMN = {
-    # KDA
-    "self_attention.linear_q.weight": "self_attn.q_proj.weight",
-    "self_attention.linear_k.weight": "self_attn.k_proj.weight",
-    "self_attention.linear_v.weight": "self_attn.v_proj.weight",
-    "self_attention.linear_beta.weight": "self_attn.b_proj.weight",
-    "self_attention.linear_f_b.weight": "self_attn.f_b_proj.weight",
-    "self_attention.linear_g_b.weight": "self_attn.g_b_proj.weight",
-    "self_attention.q_conv1d.weight": "self_attn.q_conv1d.weight",
-    "self_attention.k_conv1d.weight": "self_attn.k_conv1d.weight",
-    "self_attention.v_conv1d.weight": "self_attn.v_conv1d.weight",
-    "self_attention.A_log": "self_attn.A_log",
-    "self_attention.dt_bias": "self_attn.dt_bias",
-    # DSA
-    "self_attention.linear_q_up_proj.weight": "self_attn.q_b_proj.weight",
-    "self_attention.linear_kv_up_proj.weight": "self_attn.kv_b_proj.weight",
-}
-_ROW = {
-    "self_attention.linear_proj.weight": "self_attn.o_proj.weight",
-    "mlp.linear_fc2.weight": "mlp.down_proj.weight",
-    "mlp.shared_experts.linear_fc2.weight": "mlp.shared_experts.down_proj.weight",
-    "mlp.experts.local_experts.*.linear_fc2.weight": "mlp.experts.*.down_proj.weight",
-}
-# fc1 holds gate above up
-_GATE_UP = {
-    "mlp.linear_fc1.weight": "mlp",
-    "mlp.shared_experts.linear_fc1.weight": "mlp.shared_experts",
-    "mlp.experts.local_experts.*.linear_fc1.weight": "mlp.experts.*",
-}
-# outside the layers
-_OUTSIDE = {
-    "embedding.word_embeddings.weight": (ColumnParallelMapping, "model.language_model.embed_tokens.weight"),
-    "decoder.final_layernorm.weight": (ReplicatedMapping, "model.language_model.norm.weight"),
-    "output_layer.weight": (ColumnParallelMapping, "lm_head.weight"),
-}
+_DISK_LAYER = LAYERS + "*."
+_MAPPINGS = {"replicated": ReplicatedMapping, "column": ColumnParallelMapping, "row": RowParallelMapping}
 
 
 @MegatronModelBridge.register_bridge(
@@ -121,19 +56,23 @@ class Glm5NextBridge(MegatronModelBridge):
 
     def mapping_registry(self) -> MegatronMappingRegistry:
         """The tables above as mappings; new ones each time, since a mapping caches what it learnt of a layout."""
-        mappings = [mapping(ours, disk) for ours, (mapping, disk) in _OUTSIDE.items()]
+        mappings = [_MAPPINGS[split](ours, disk) for ours, (split, disk) in names.OUTSIDE.items()]
         mappings += [
-            mapping(_LAYER + ours, _DISK + disk)
-            for mapping, table in (
-                (ReplicatedMapping, _REPLICATED),
-                (ColumnParallelMapping, _COLUMN),
-                (RowParallelMapping, _ROW),
+            _MAPPINGS[split](names.LAYER + ours, _DISK_LAYER + disk)
+            for split, table in (
+                ("replicated", names.REPLICATED),
+                ("column", names.COLUMN),
+                ("row", names.ROW),
             )
             for ours, disk in table.items()
         ]
         mappings += [
-            GatedMLPMapping(_LAYER + ours, gate=f"{_DISK}{disk}.gate_proj.weight", up=f"{_DISK}{disk}.up_proj.weight")
-            for ours, disk in _GATE_UP.items()
+            GatedMLPMapping(
+                names.LAYER + ours,
+                gate=f"{_DISK_LAYER}{disk}.gate_proj.weight",
+                up=f"{_DISK_LAYER}{disk}.up_proj.weight",
+            )
+            for ours, disk in names.GATE_UP.items()
         ]
         return MegatronMappingRegistry(*mappings)
 

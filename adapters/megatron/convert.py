@@ -1,96 +1,97 @@
-"""A released checkpoint to Megatron's torch_dist format and back, on one process and no GPU.
-
-The layout of the torch_dist side is :mod:`glm5next_plugin.checkpoint.torch_dist_layout`.
-"""
+"""A checkpoint in any format and spelling to a torch_dist or a released one, streamed; no Megatron needed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import torch
-from safetensors.torch import load_file, save_file
 
-from glm5next_plugin.architecture import Architecture
-from glm5next_plugin.checkpoint import torch_dist_layout as layout
-from glm5next_plugin.checkpoint.staging import staged_directory
+from glm5next_plugin.checkpoint.job import Progress, run_job
+from glm5next_plugin.checkpoint.reading import CheckpointReader
+from glm5next_plugin.checkpoint.released_files import WrittenDtype
+from glm5next_plugin.checkpoint.released_target import MAX_SHARD_BYTES, ReleasedTarget
+from glm5next_plugin.checkpoint.sources import Source
+from glm5next_plugin.checkpoint.torch_dist_layout import is_torch_dist
+from glm5next_plugin.errors import InputError
 
-from .bridge import Glm5NextBridge
-from .export import DTYPE_NAMES, carried_tensors, write_released
-from .provider import Glm5NextProvider
-from .released_source import ReleasedSource
-from .runtime import initialize
-from .torch_dist import load_torch_dist, save_torch_dist
+from .torch_dist_reader import TorchDistReader
+from .torch_dist_target import TorchDistTarget
 
-
-def to_torch_dist(source: str | Path, target: str | Path, *, progress: Callable[[str], None], overwrite: bool) -> None:
-    """Import a checkpoint (any of the three spellings) as one that loads in every parallel layout.
-
-    Args:
-        source: checkpoint directory.
-        target: directory to make; it appears when it is complete.
-        progress: called with a line as each stage starts.
-        overwrite: replace a directory that is not empty.
-
-    Raises:
-        InputError: a fault of the source, or an occupied target.
-    """
-    released = ReleasedSource.open(source)
-    with staged_directory(target, overwrite=overwrite) as staging:
-        models = _build(released.architecture, released.reader.dtype)
-        progress(f"reading {len(released.state)} tensors")
-        Glm5NextBridge().load_weights_hf_to_megatron(released, models)
-        progress("writing the distributed checkpoint")
-        (staging / layout.RELEASE).mkdir()
-        save_torch_dist(models, staging / layout.RELEASE)
-        progress("carrying over vision and MTP tensors, tokenizer and config")
-        released.reader.copy_companions(staging / layout.COMPANIONS)
-        save_file(dict(carried_tensors(released.reader)), staging / layout.COMPANIONS / layout.CARRIED)
-        (staging / layout.MARKER).write_text(layout.RELEASE)
+Format = Literal["torch_dist", "released"]
+_DTYPES: dict[torch.dtype, WrittenDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def to_released(source: str | Path, target: str | Path, *, progress: Callable[[str], None], overwrite: bool) -> None:
-    """Export what :func:`to_torch_dist` wrote (weights possibly trained on since) in the released spelling.
+def open_source(path: str | Path, base: str | Path | None = None) -> Source:
+    """Open a checkpoint in either format; nothing is checked yet.
 
     Args:
-        source: torch_dist directory; its marker file says which checkpoint counts.
-        target: directory to make; it appears when it is complete.
-        progress: called with a line as each stage starts.
-        overwrite: replace a directory that is not empty.
+        path: safetensors checkpoint in any spelling, or torch_dist directory.
+        base: of a torch_dist directory without ``hf``, the checkpoint that it was trained from.
 
     Raises:
-        InputError: the source is incomplete, or an occupied target.
+        InputError, ConfigError, FileNotFoundError: it is no checkpoint of this model.
     """
-    source = Path(source)
-    weights, companions = layout.weights_directory(source), source / layout.COMPANIONS
-    architecture = Architecture.from_pretrained(companions)
-    dtype = _stored_dtype(weights)
-    models = _build(architecture, dtype)
-    progress("reading the distributed checkpoint")
-    load_torch_dist(models, weights)
-    progress("writing the released spelling")
-    stream = Glm5NextBridge().stream_weights_megatron_to_hf(
-        models, ReleasedSource.names_only(architecture), cpu=True, show_progress=False
-    )
-    write_released(
-        stream,
-        target,
-        architecture,
-        carried=load_file(companions / layout.CARRIED).items(),
-        companions=companions,
-        dtype=DTYPE_NAMES[dtype],
-        overwrite=overwrite,
-    )
+    if not Path(path).is_dir():
+        raise InputError(f"{path}: no such directory")
+    if is_torch_dist(path):
+        return TorchDistReader(path, open_source(base) if base is not None else None)
+    if base is not None:
+        raise InputError(f"{path} is no torch_dist directory: it has its own config, and --base is not for it")
+    return CheckpointReader(path)
 
 
-def _build(architecture: Architecture, dtype: torch.dtype) -> list:
-    initialize()
-    provider = Glm5NextProvider.from_architecture(architecture, perform_initialization=False)
-    provider.apply_overrides_and_finalize(dtype=dtype)
-    return provider.provide_distributed_model(wrap_with_ddp=False, use_cpu_initialization=True)
+def refuse_nested(source: str | Path, target: str | Path) -> None:
+    """Raise InputError if a job would write over or into its source."""
+    where, inside = Path(target).resolve(), Path(source).resolve()
+    if where == inside or inside in where.parents or where in inside.parents:
+        raise InputError(f"{target} and {source} lie in one another; give a directory apart from the source")
 
 
-def _stored_dtype(weights: Path) -> torch.dtype:
-    from megatron.core.dist_checkpointing import load_tensors_metadata
+def convert(
+    source: str | Path,
+    target: str | Path,
+    *,
+    to: Format | None = None,
+    dtype: WrittenDtype | None = None,
+    fp8: bool = False,
+    base: str | Path | None = None,
+    workers: int = 1,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    overwrite: bool = False,
+    resume: bool = False,
+    verify: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> None:
+    """Write ``source`` in another format as the directory ``target``, which appears when it is complete.
 
-    return load_tensors_metadata(str(weights))["embedding.word_embeddings.weight"].dtype
+    Args:
+        source: checkpoint in any spelling, BF16, FP32 or FP8, or torch_dist directory.
+        target: directory to make.
+        to: its format; the other one than the source's if left out.
+        dtype: of every tensor that is not one of the five fp32 kinds; if left out the source's, bfloat16 where that is
+            FP8.
+        fp8: quantise what the FP8 release has as FP8.
+        base: of a torch_dist directory without ``hf``, the checkpoint that it was trained from.
+        workers: at most this many processes.
+        max_shard_bytes: a safetensors file is closed before it would grow beyond this.
+        overwrite: replace a directory that is not empty, and discard what an interrupted conversion left.
+        resume: go on with what an interrupted conversion left.
+        verify: compare what was written with the source, tensor by tensor, before it takes its name.
+        progress: called as the conversion gets on.
+
+    Raises:
+        InputError: a fault of the source, an occupied target, too little room, a file that cannot be written.
+    """
+    refuse_nested(source, target)
+    opened = open_source(source, base)
+    to = to or ("released" if is_torch_dist(source) else "torch_dist")
+    if fp8 and to != "released":
+        raise InputError("a torch_dist checkpoint has no FP8 weights; quantise where it is exported")
+    opened.check()
+    dtype = dtype or _DTYPES[opened.dtype]
+    if to == "torch_dist":
+        written = TorchDistTarget(opened, dtype=getattr(torch, dtype), workers=workers)
+    else:
+        written = ReleasedTarget(opened, dtype=dtype, fp8=fp8, workers=workers, max_shard_bytes=max_shard_bytes)
+    run_job(opened, written, target, overwrite=overwrite, resume=resume, verify=verify, progress=progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -104,6 +104,21 @@ class Glm5NextProvider(MLAModelProvider):
         )
         values.update(overrides)
         return cls(**values)
+
+    @classmethod
+    def from_released_config(cls, config: Mapping[str, Any], *, bf16: bool = True, **overrides: Any) -> Self:
+        """The provider of a ``config.json``, as ``run_config.yaml`` names it to Megatron-Bridge.
+
+        Args:
+            config: its content.
+            bf16: whether parameters are bfloat16; float32 otherwise.
+            overrides: fields of the provider.
+
+        Raises:
+            ConfigError: not a config of this model.
+        """
+        dtype = torch.bfloat16 if bf16 else torch.float32
+        return cls.from_architecture(Architecture.from_config(config), bf16=bf16, params_dtype=dtype, **overrides)
 
     def provide(self, pre_process=None, post_process=None, vp_stage=None):
         """Build the GPTModel of this stage.

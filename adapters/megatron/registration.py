@@ -28,3 +28,6 @@ def register() -> None:
         compat.import_megatron_bridge()
         register_hf_config()
         importlib.import_module(".bridge", __package__)
+        # run_config.yaml of a converted checkpoint names our provider
+        instantiation = importlib.import_module("megatron.bridge.utils.instantiate_utils")
+        instantiation.register_allowed_target_prefix(f"{__package__}.")

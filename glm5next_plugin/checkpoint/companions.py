@@ -21,6 +21,6 @@ def companion_files(directory: Path) -> list[Path]:
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the companions of ``source`` into the directory ``target``."""
+    """Copy the companions of ``source`` into the directory ``target``; config.json is none, since it changes."""
     for file in companion_files(source):
         shutil.copyfile(file, target / file.name)

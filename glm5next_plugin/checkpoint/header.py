@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,22 @@ class HeaderError(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One tensor of a header: name as stored, dtype as spelled there, shape."""
+    """One tensor of a header: name as stored, dtype as spelled there, shape, and where its bytes start in the file."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return tensor_bytes(self.dtype, self.shape)
+
+
+def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """Bytes of a tensor of a dtype in the spelling of headers."""
+    return math.prod(shape) * _BITS[dtype] // 8
 
 
 def read_header(file: Path) -> list[Entry]:
@@ -53,18 +65,17 @@ def read_header(file: Path) -> list[Entry]:
     try:
         # pairs, since a dict would hide a name that stands twice
         pairs = json.loads(raw, object_pairs_hook=list)
-        entries = [_entry(name, dict(value)) for name, value in pairs if name != "__metadata__"]
+        entries = [_entry(name, dict(value), 8 + length) for name, value in pairs if name != "__metadata__"]
     except HeaderError:
         raise
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise HeaderError(f"no safetensors file: its header is no JSON object of tensors ({error})") from error
     end = 0
     for (start, stop), entry in sorted(entries, key=lambda item: item[0]):
-        nbytes = math.prod(entry.shape) * _BITS[entry.dtype] // 8
-        if start != end or stop - start != nbytes:
+        if start != end or stop - start != entry.nbytes:
+            described = f"{entry.name} ({entry.dtype} {list(entry.shape)}, {entry.nbytes} bytes)"
             raise HeaderError(
-                f"tensor {entry.name} ({entry.dtype} {list(entry.shape)}, {nbytes} bytes) is said to lie at bytes "
-                f"{start} to {stop}; expected {end} to {end + nbytes}"
+                f"tensor {described} is said to lie at bytes {start} to {stop}; expected {end} to {end + entry.nbytes}"
             )
         end = stop
     if size != 8 + length + end:
@@ -73,7 +84,21 @@ def read_header(file: Path) -> list[Entry]:
     return [entry for _, entry in entries]
 
 
-def _entry(name: str, value: dict[str, Any]) -> tuple[tuple[int, int], Entry]:
+def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[bytes, list[Entry]]:
+    """The first bytes of a file with these tensors (name, dtype, shape), and where each of them will lie."""
+    described: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    ends, end = [], 0
+    for name, dtype, shape in tensors:
+        start, end = end, end + tensor_bytes(dtype, shape)
+        described[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
+        ends.append((name, dtype, shape, start))
+    raw = json.dumps(described, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % 8)  # the format asks for tensors at multiples of 8
+    first = 8 + len(raw)
+    return len(raw).to_bytes(8, "little") + raw, [Entry(*fields, first + start) for *fields, start in ends]
+
+
+def _entry(name: str, value: dict[str, Any], first: int) -> tuple[tuple[int, int], Entry]:
     dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
     if dtype not in _BITS:
         raise HeaderError(f"tensor {name} has dtype {dtype!r}, which is not known")
@@ -82,4 +107,4 @@ def _entry(name: str, value: dict[str, Any]) -> tuple[tuple[int, int], Entry]:
             raise HeaderError(f"tensor {name} has {field} {numbers!r}")
     if len(offsets) != 2:
         raise HeaderError(f"tensor {name} has data_offsets {offsets!r}")
-    return (offsets[0], offsets[1]), Entry(name, dtype, tuple(shape))
+    return (offsets[0], offsets[1]), Entry(name, dtype, tuple(shape), first + offsets[0])

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-import dataclasses
-import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from glm5next_plugin.architecture import Architecture
 from glm5next_plugin.errors import InputError
 
-from .companions import copy_companions
 from .faults import raise_faults
 from .fp8 import block_size, dequantize_block
+from .header import tensor_bytes
 from .inventory import FP32_KINDS, LAYERS, SCALE_SUFFIX, TensorSpec, expected_tensors, scale_shape
 from .shards import read_shards
 from .spelling import Spelling, released_parts, spelling_of
+from .stored import StoredTensor, TensorFiles
 
 _CONVOLUTIONS = (".q_conv1d.weight", ".k_conv1d.weight", ".v_conv1d.weight")
-
-
-@dataclasses.dataclass(frozen=True)
-class StoredTensor:
-    """Where a released tensor lies and what its file's header says of it.
-
-    Attributes:
-        file: name of the file in the checkpoint directory.
-        stored: name in that file; a merged tensor holds several released ones.
-        index: the part of the stored tensor; empty for all of it.
-        dtype: as the header spells it.
-        shape: of the part.
-    """
-
-    file: str
-    stored: str
-    index: tuple[int | slice, ...]
-    dtype: str
-    shape: tuple[int, ...]
-
-    def __str__(self) -> str:
-        return f"{self.stored} in {self.file}"
 
 
 class CheckpointReader:
     """A checkpoint directory by released names.
 
     Opening it reads config.json, the index and the headers. :meth:`check` compares them with the inventory;
-    :meth:`tensor` maps one tensor into memory.
+    :meth:`tensor` reads one tensor. It can be pickled, so that another process need not read the headers again.
 
     Attributes:
         path: the directory.
@@ -63,6 +39,8 @@ class CheckpointReader:
         InputError: no tensors, or none that can be read.
     """
 
+    format = "safetensors"
+
     def __init__(self, path: str | Path):
         self.path = Path(path)
         if not self.path.is_dir():
@@ -73,7 +51,8 @@ class CheckpointReader:
         self._faults = shards.faults
         self._stored: dict[str, StoredTensor] = {}
         self._scales: dict[str, StoredTensor] = {}
-        self._files: dict[str, Any] = {}
+        self._files = TensorFiles(self.path)
+        self._held = sorted(shards.headers)
         spellings: set[Spelling] = set()
         for file, entries in shards.headers.items():
             for entry in entries:
@@ -84,7 +63,8 @@ class CheckpointReader:
                     self._faults.append(f"{entry.name} in {file}: {error}")
                     continue
                 for part in parts:
-                    self._place(part.name, StoredTensor(file, entry.name, part.index, entry.dtype, part.shape))
+                    start = entry.start + tensor_bytes(entry.dtype, (part.start,))
+                    self._place(part.name, StoredTensor(file, entry.name, start, entry.dtype, part.shape))
         self.spelling: frozenset[Spelling] = frozenset(spellings or {"released"})
         if not self._stored:
             raise_faults(self.path, self._faults or ["no file holds a tensor"])
@@ -132,31 +112,54 @@ class CheckpointReader:
         )
         return torch.float32 if wide else torch.bfloat16
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """One tensor on the CPU in its stored dtype, memory-mapped where it is stored whole.
+    def tensor(self, name: str, rows: slice | None = None, *, into: torch.Tensor | None = None) -> torch.Tensor:
+        """One tensor on the CPU in its stored dtype; an FP8 weight comes dequantised, as bfloat16.
 
-        An FP8 weight comes dequantised, as bfloat16.
+        Args:
+            name: released name.
+            rows: run of the first dimension; all of it if left out. Of an FP8 weight it starts where a block does.
+            into: :func:`.files.aligned_memory` to read into instead of new memory; the tensor is good until it is used
+                again.
 
         Raises:
-            InputError: no such tensor, an FP8 weight without a usable scale, or a value that is not finite.
+            InputError: no such tensor, one that cannot be read, an FP8 weight without a usable scale, or a value that
+                is not finite.
         """
         stored = self.spec(name)
-        tensor = self._load(stored)
-        if stored.dtype == "F8_E4M3":
-            raise_faults(self.path, self._scale_faults(name, stored))
-            tensor = dequantize_block(tensor, self._load(self._scales[name]), self.fp8_block).to(torch.bfloat16)
-        if not torch.isfinite(tensor).all():
-            bad = int((~torch.isfinite(tensor)).sum())
-            raise InputError(f"{self.path}: {name} ({stored}) has {bad} values that are NaN or infinite")
-        return tensor
+        if stored.dtype != "F8_E4M3":
+            return self._files.require_finite(self._files.read(stored, rows, into), name, stored)
+        weight, scale = self.quantised(name, rows, into=into)
+        matrix = dequantize_block(weight, scale, self.fp8_block).to(torch.bfloat16)
+        return self._files.require_finite(matrix, name, stored)
+
+    def quantised(
+        self, name: str, rows: slice | None = None, *, into: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """FP8 weight and scale as they are stored; arguments and errors as for :meth:`tensor`, values unchecked."""
+        stored = self.spec(name)
+        if stored.dtype != "F8_E4M3":
+            raise InputError(f"{self.path}: {name} ({stored}) is {stored.dtype}, not FP8")
+        raise_faults(self.path, self._scale_faults(name, stored))
+        blocks = None
+        if rows is not None:
+            height = self.fp8_block[0]
+            if rows.start % height:
+                raise ValueError(f"{name}: rows from {rows.start} on start within a block of {height} rows")
+            blocks = slice(rows.start // height, -(-rows.stop // height))
+        return self._files.read(stored, rows, into), self._files.read(self._scales[name], blocks)
 
     def check(self) -> None:
         """Compare index, headers and inventory; no tensor is read.
 
-        The vision tower and the MTP layers may be absent as a whole, never in part.
-
         Raises:
             InputError: every fault with its file and tensor (the first 20 in full).
+        """
+        raise_faults(self.path, self.faults())
+
+    def faults(self) -> list[str]:
+        """What is wrong with index, headers and names, each with its file and tensor; no tensor is read.
+
+        The vision tower and the MTP layers may be absent as a whole, never in part.
         """
         faults = list(self._faults)
         absent = {group for group, there in (("vision", self.has_vision), ("mtp", self.has_mtp)) if not there}
@@ -182,14 +185,28 @@ class CheckpointReader:
                 faults.append(f"{scale} is a scale without its weight")
             elif weight.dtype != "F8_E4M3":
                 faults.append(f"{scale} is a scale, but its weight ({weight}) is {weight.dtype}")
-        raise_faults(self.path, faults)
+        return faults
 
-    def copy_companions(self, target: str | Path) -> None:
-        """Copy config.json as it is and the tokenizer and generation files into a directory, made if need be."""
-        target = Path(target)
-        target.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self.path / "config.json", target / "config.json")
-        copy_companions(self.path, target)
+    def identity(self) -> dict[str, Any]:
+        """What tells this state of the checkpoint from another: config and files with their sizes and times."""
+        stats = {file: (self.path / file).stat() for file in ("config.json", *self._held)}
+        return {
+            "path": str(self.path.resolve()),
+            "files": {file: [stat.st_size, stat.st_mtime_ns] for file, stat in stats.items()},
+        }
+
+    def scales(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """Dtype and shape of the scale of each FP8 weight, by the weight's name."""
+        return {name: (scale.dtype, scale.shape) for name, scale in self._scales.items()}
+
+    def files(self) -> dict[str, int]:
+        """Bytes of each file with tensors."""
+        return {file: (self.path / file).stat().st_size for file in self._held}
+
+    @property
+    def companions(self) -> Path:
+        """The directory with config, tokenizer and generation files."""
+        return self.path
 
     # ------------------------------------------------------------------ opening
     def _place(self, name: str, found: StoredTensor) -> None:
@@ -226,15 +243,6 @@ class CheckpointReader:
         if number.isdigit() and int(number) >= layers + mtp:
             return f": config.json has {layers} layers and {mtp} MTP layers"
         return ""
-
-    # ------------------------------------------------------------------ loading
-    def _load(self, stored: StoredTensor) -> torch.Tensor:
-        if stored.file not in self._files:
-            self._files[stored.file] = safe_open(self.path / stored.file, framework="pt", device="cpu")
-        file = self._files[stored.file]
-        if stored.index:
-            return file.get_slice(stored.stored)[stored.index]
-        return file.get_tensor(stored.stored)
 
 
 def _legal_dtypes(spec: TensorSpec) -> tuple[str, ...]:

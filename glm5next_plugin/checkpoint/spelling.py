@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 from typing import Literal
 
@@ -57,12 +58,12 @@ class Part:
 
     Attributes:
         name: released name.
-        index: what to take of the stored tensor; empty for all of it.
+        start: elements of the stored tensor before it; the part's own follow without a gap.
         shape: shape of the part.
     """
 
     name: str
-    index: tuple[int | slice, ...]
+    start: int
     shape: tuple[int, ...]
 
 
@@ -92,28 +93,27 @@ def released_parts(stored: str, shape: tuple[int, ...]) -> list[Part]:
     below = _below_layer(name)
     layer = name.removesuffix(below)
     if below in _RENAMED:
-        return [Part(layer + _RENAMED[below], (), shape)]
+        return [Part(layer + _RENAMED[below], 0, shape)]
     if below in _CONCATENATED:
-        parts = _CONCATENATED[below]
-        return [
-            Part(layer + part, (rows,), (rows.stop - rows.start, *shape[1:]))
-            for part, rows in zip(parts, _rows(shape, 0, len(parts)), strict=True)
-        ]
+        return _parts([layer + part for part in _CONCATENATED[below]], shape, 0)
     if below in _STACKED_EXPERTS:
-        parts = _STACKED_EXPERTS[below]
-        return [
-            Part(f"{layer}mlp.experts.{expert}.{part}", (expert, rows), (rows.stop - rows.start, *shape[2:]))
+        names = [
+            f"{layer}mlp.experts.{expert}.{part}"
             for expert in range(shape[0] if shape else 0)
-            for part, rows in zip(parts, _rows(shape, 1, len(parts)), strict=True)
+            for part in _STACKED_EXPERTS[below]
         ]
-    return [Part(name, (), shape)]
+        return _parts(names, shape, 1)
+    return [Part(name, 0, shape)]
 
 
-def _rows(shape: tuple[int, ...], dim: int, parts: int) -> list[slice]:
-    if len(shape) <= dim or shape[dim] % parts:
+def _parts(names: list[str], shape: tuple[int, ...], dim: int) -> list[Part]:
+    """Equal parts along a dimension; dimensions before it count parts and are none of theirs."""
+    blocks = math.prod(shape[:dim])
+    if len(shape) <= dim or not blocks or shape[dim] % (len(names) // blocks):
+        parts = len(names) // blocks if blocks else 0
         raise ValueError(f"shape {list(shape)} does not divide into {parts} parts along dimension {dim}")
-    size = shape[dim] // parts
-    return [slice(i * size, (i + 1) * size) for i in range(parts)]
+    of_part = (shape[dim] * blocks // len(names), *shape[dim + 1 :])
+    return [Part(name, number * math.prod(of_part), of_part) for number, name in enumerate(names)]
 
 
 def _with_prefix(stored: str) -> str:

@@ -33,7 +33,7 @@ def staged_directory(target: str | Path, *, overwrite: bool = False) -> Iterator
     try:
         yield staging
         refuse_occupied(target, overwrite=overwrite)
-        _replace(target, staging)
+        replace_directory(target, staging)
     except BaseException:
         shutil.rmtree(staging, ignore_errors=True)
         raise
@@ -48,7 +48,8 @@ def refuse_occupied(target: str | Path, *, overwrite: bool) -> None:
         raise InputError(f"{target} exists and is not empty; give another directory or ask to overwrite it")
 
 
-def _replace(target: Path, staging: Path) -> None:
+def replace_directory(target: Path, staging: Path) -> None:
+    """Give ``staging`` the name of ``target``; a directory of that name goes when the new one has it."""
     if target.is_dir() and any(target.iterdir()):
         replaced = target.parent / f".{target.name}.replaced-{secrets.token_hex(4)}"
         target.rename(replaced)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
+import os
 import tempfile
 from pathlib import Path
 
@@ -13,7 +14,12 @@ import torch
 from glm5next_plugin.architecture import Architecture
 from glm5next_plugin.recipes.variants import variant
 
+from .fp8 import quantization_config
+from .header import encode_header, tensor_bytes
 from .inventory import TensorSpec, expected_tensors
+from .released_files import index_content, shard_name, write_json, written_config
+from .shards import INDEX_NAME
+from .staging import staged_directory
 from .tokenizer import write_tokenizer
 from .writing import CheckpointWriter, WrittenDtype
 
@@ -95,6 +101,53 @@ def make_checkpoint(
     return Path(path)
 
 
+def make_header_only(
+    path: str | Path,
+    architecture: Architecture,
+    *,
+    shards: int,
+    fp8_block: tuple[int, int] | None = None,
+    overwrite: bool = False,
+) -> Path:
+    """Write a checkpoint whose files have headers and the right length but no content: sparse files of zeros.
+
+    It takes the room of its headers, whatever the model's size.
+
+    Args:
+        path: directory to make.
+        architecture: the model; with its vision tower and MTP layers.
+        shards: files to make, of about equal size.
+        fp8_block: block size of the FP8 spelling; None for BF16.
+        overwrite: replace a directory that is not empty.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        InputError: an occupied path.
+    """
+    expected = expected_tensors(architecture, fp8_block=fp8_block)
+    sizes = {name: tensor_bytes(spec.dtype, spec.shape) for name, spec in expected.items()}
+    total, before = sum(sizes.values()), 0
+    members: list[list[str]] = [[] for _ in range(shards)]
+    for name, nbytes in sizes.items():
+        members[before * shards // total].append(name)
+        before += nbytes
+    weight_map = {}
+    with staged_directory(path, overwrite=overwrite) as staging:
+        for number, names in enumerate(members, 1):
+            header, entries = encode_header((name, expected[name].dtype, expected[name].shape) for name in names)
+            file = staging / shard_name(number, shards)
+            file.write_bytes(header)
+            os.truncate(file, len(header) + sum(entry.nbytes for entry in entries))
+            weight_map |= dict.fromkeys(names, file.name)
+        write_json(staging / INDEX_NAME, index_content(weight_map, total))
+        quantization = None if fp8_block is None else quantization_config(expected, fp8_block)
+        config = written_config(architecture, dtype="bfloat16", mtp=True, quantization=quantization)
+        write_json(staging / "config.json", config)
+    return Path(path)
+
+
 def random_tensor(
     name: str, spec: TensorSpec, architecture: Architecture, *, seed: int, init: Initialization
 ) -> torch.Tensor:
@@ -129,3 +182,55 @@ def random_tensor(
     if len(spec.shape) == 1:
         return normal(1.0, init.norm_std)
     return normal(0.0, architecture.initializer_range if init.weight_std is None else init.weight_std)
+
+
+class PatternSource:
+    """A source of a checkpoint that is nowhere stored: a fixed run of random numbers, at another place for each tensor.
+
+    It makes a checkpoint of any size at the speed of the disk, for benchmarks; :func:`make_checkpoint` gives weights
+    that a model can run with.
+
+    Args:
+        architecture: the model; its vision tower and MTP layers are left out.
+        seed: of the random numbers.
+    """
+
+    fp8_block = None
+    dtype = torch.bfloat16
+
+    def __init__(self, architecture: Architecture, *, seed: int = 0):
+        self.architecture = architecture
+        self._specs = expected_tensors(architecture, vision=False, mtp=False)
+        generator = torch.Generator().manual_seed(seed)
+        self._values = torch.randn(_PATTERN_LENGTH, generator=generator) * architecture.initializer_range
+        self._companions = tempfile.TemporaryDirectory()
+        write_tokenizer(self.companions, architecture)
+
+    @property
+    def companions(self) -> Path:
+        """A directory with a tokenizer."""
+        return Path(self._companions.name)
+
+    def names(self) -> list[str]:
+        """Every text tensor."""
+        return list(self._specs)
+
+    def spec(self, name: str) -> TensorSpec:
+        """Dtype and shape of a tensor."""
+        return self._specs[name]
+
+    def tensor(self, name: str, rows: slice | None = None, *, into: torch.Tensor | None = None) -> torch.Tensor:
+        """Rows of a tensor, fp32."""
+        shape = self._specs[name].shape
+        rows = rows or slice(0, shape[0])
+        width = math.prod(shape[1:])
+        first = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) + rows.start * width
+        places = torch.arange(first, first + (rows.stop - rows.start) * width) % _PATTERN_LENGTH
+        return self._values[places].view(rows.stop - rows.start, *shape[1:])
+
+    def identity(self) -> dict[str, str]:
+        """Nothing on a disk."""
+        return {"path": "none"}
+
+
+_PATTERN_LENGTH = 1_000_003  # no power of two, so that neighbouring rows differ

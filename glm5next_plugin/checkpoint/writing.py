@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -18,10 +17,11 @@ from glm5next_plugin.errors import InputError
 from .companions import copy_companions
 from .faults import raise_faults
 from .inventory import expected_tensors
+from .released_files import WrittenDtype, index_content, shard_name, write_json, written_config
 from .shards import INDEX_NAME
 from .staging import staged_directory
 
-WrittenDtype = Literal["bfloat16", "float32", "keep"]
+__all__ = ["CheckpointWriter", "WrittenDtype"]
 
 
 class CheckpointWriter:
@@ -148,23 +148,14 @@ class CheckpointWriter:
         self._flush()
         weight_map = {}
         for number, names in enumerate(self._shards, 1):
-            file = f"model-{number:05d}-of-{len(self._shards):05d}.safetensors"
+            file = shard_name(number, len(self._shards))
             (self._staging / f"shard-{number}").rename(self._staging / file)
             weight_map |= dict.fromkeys(names, file)
-        index = {"metadata": {"total_size": self._total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        index = index_content(weight_map, self._total_bytes)
+        config = written_config(self.architecture, dtype=self._dtype, mtp="mtp" in groups)
         if self._companions is not None:
             copy_companions(self._companions, self._staging)
-        for name, content in ((INDEX_NAME, index), ("config.json", self._config(with_mtp="mtp" in groups))):
-            (self._staging / name).write_text(json.dumps(content, indent=2) + "\n")
+        for name, content in ((INDEX_NAME, index), ("config.json", config)):
+            write_json(self._staging / name, content)
         for shard in self._staging.glob("*.safetensors"):  # safetensors makes its files unreadable to other users
             shutil.copymode(self._staging / INDEX_NAME, shard)
-
-    def _config(self, with_mtp: bool) -> dict[str, Any]:
-        """The released config of what was written: no quantisation, its dtype, its count of MTP layers."""
-        config = self.architecture.released_config()
-        config.pop("quantization_config", None)
-        if self._dtype != "keep":
-            config["dtype"] = config["text_config"]["dtype"] = self._dtype
-        if not with_mtp:
-            config["text_config"]["num_nextn_predict_layers"] = 0
-        return config

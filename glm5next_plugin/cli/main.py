@@ -19,8 +19,11 @@ from glm5next_plugin.errors import InputError, PluginError
 # Subcommand -> its line in `glm5next --help`. Module glm5next_plugin.cli.<name> defines the function <name>.
 COMMANDS = {
     "bringup": "Show that a set-up works: checkpoint in, RL steps, checkpoint out, every figure in its range.",
-    "convert": "Convert a checkpoint between the released format and Megatron's torch_dist.",
+    "convert": "Convert a checkpoint between the released format and Megatron's torch_dist, BF16 and FP8.",
     "doctor": "Show versions, adapters and kernels: found, needed, and what to install.",
+    "inspect": "Show what is in a checkpoint, and what is missing or wrong, from its headers.",
+    "slice": "Make a checkpoint of some layers of another.",
+    "verify": "Compare two checkpoints tensor by tensor, across formats, spellings and dtypes.",
 }
 
 # What the user can mend; anything else is a fault of ours and keeps its traceback.

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from glm5next_plugin.architecture import ConfigError
+from glm5next_plugin.checkpoint.companions import copy_companions
+from glm5next_plugin.checkpoint.files import aligned_memory
 from glm5next_plugin.checkpoint.reading import CheckpointReader
 from glm5next_plugin.errors import InputError
 
@@ -389,11 +391,20 @@ def test_value_that_is_not_finite_is_named_when_read(value, whole, tmp_path):
         reader.tensor(name)
 
 
-def test_tensor_stored_whole_is_a_view_of_the_file(whole, tmp_path):
-    path = edited(whole, tmp_path / "edited")
-    reader = CheckpointReader(path)
-    a, b = reader.tensor("lm_head.weight"), reader.tensor("lm_head.weight")
-    assert a.data_ptr() == b.data_ptr()
+def test_rows_are_those_of_the_whole_tensor(whole):
+    reader = CheckpointReader(whole)
+    for name in ("lm_head.weight", f"{L}1.self_attn.k_conv1d.weight", f"{L}0.self_attn.A_log"):
+        rows = len(reader.tensor(name))
+        for start, stop in ((0, 1), (1, rows), (0, rows), (rows - 1, rows)):
+            assert torch.equal(reader.tensor(name, slice(start, stop)), reader.tensor(name)[start:stop])
+
+
+def test_memory_that_is_given_is_read_into(whole):
+    reader, memory = CheckpointReader(whole), aligned_memory(1_000_000)
+    name = "lm_head.weight"
+    tensor = reader.tensor(name, into=memory)
+    assert memory.data_ptr() <= tensor.data_ptr() < memory.data_ptr() + len(memory)
+    assert torch.equal(tensor, reader.tensor(name))
 
 
 def test_dtype_is_the_narrowest_that_loses_nothing(whole, tmp_path):
@@ -411,11 +422,12 @@ def test_dtype_is_the_narrowest_that_loses_nothing(whole, tmp_path):
     assert one_weight.tensor("lm_head.weight").dtype == torch.float32
 
 
-def test_companions_and_config_are_copied_and_no_weights(whole, tmp_path):
-    CheckpointReader(whole).copy_companions(tmp_path / "to" / "hf")
-    copied = {file.name for file in (tmp_path / "to" / "hf").iterdir()}
-    assert copied == {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
-    assert (tmp_path / "to/hf/config.json").read_text() == (whole / "config.json").read_text()
+def test_companions_are_copied_without_config_index_and_weights(whole, tmp_path):
+    copy_companions(CheckpointReader(whole).companions, tmp_path)
+    copied = {file.name for file in tmp_path.iterdir()}
+    assert copied == {"generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    for name in copied:
+        assert (tmp_path / name).read_bytes() == (whole / name).read_bytes()
 
 
 # ---------------------------------------------------------------------- FP8

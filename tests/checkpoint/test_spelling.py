@@ -39,25 +39,25 @@ L = "model.language_model.layers.7."
 )
 def test_name_becomes_the_released_one(stored, released):
     (part,) = released_parts(stored, (5, 6))
-    assert (part.name, part.index, part.shape) == (released, (), (5, 6))
+    assert (part.name, part.start, part.shape) == (released, 0, (5, 6))
 
 
 def test_merged_convolution_holds_q_k_and_v_along_rows():
     parts = released_parts("model.layers.7.self_attn.conv1d.weight", (12, 1, 4))
-    assert [(part.name, part.index, part.shape) for part in parts] == [
-        (L + "self_attn.q_conv1d.weight", (slice(0, 4),), (4, 1, 4)),
-        (L + "self_attn.k_conv1d.weight", (slice(4, 8),), (4, 1, 4)),
-        (L + "self_attn.v_conv1d.weight", (slice(8, 12),), (4, 1, 4)),
+    assert [(part.name, part.start, part.shape) for part in parts] == [
+        (L + "self_attn.q_conv1d.weight", 0, (4, 1, 4)),
+        (L + "self_attn.k_conv1d.weight", 16, (4, 1, 4)),
+        (L + "self_attn.v_conv1d.weight", 32, (4, 1, 4)),
     ]
 
 
 def test_stacked_experts_hold_gate_above_up():
     parts = released_parts(L + "mlp.experts.gate_up_proj", (2, 6, 5))
-    assert [(part.name, part.index, part.shape) for part in parts] == [
-        (L + "mlp.experts.0.gate_proj.weight", (0, slice(0, 3)), (3, 5)),
-        (L + "mlp.experts.0.up_proj.weight", (0, slice(3, 6)), (3, 5)),
-        (L + "mlp.experts.1.gate_proj.weight", (1, slice(0, 3)), (3, 5)),
-        (L + "mlp.experts.1.up_proj.weight", (1, slice(3, 6)), (3, 5)),
+    assert [(part.name, part.start, part.shape) for part in parts] == [
+        (L + "mlp.experts.0.gate_proj.weight", 0, (3, 5)),
+        (L + "mlp.experts.0.up_proj.weight", 15, (3, 5)),
+        (L + "mlp.experts.1.gate_proj.weight", 30, (3, 5)),
+        (L + "mlp.experts.1.up_proj.weight", 45, (3, 5)),
     ]
     parts = released_parts(L + "mlp.experts.down_proj", (2, 5, 3))
     assert [(part.name, part.shape) for part in parts] == [

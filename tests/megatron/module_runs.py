@@ -104,17 +104,17 @@ def errors_of_an_incomplete_table(layout: Layout, checkpoint: str) -> dict[str, 
     from glm5next_plugin.adapters.megatron.registration import register
 
     register()
-    from glm5next_plugin.adapters.megatron import bridge as table
+    from glm5next_plugin.adapters.megatron import names as table
 
     errors = {}
-    name, disk = "ffn_hc.scale", table._REPLICATED["ffn_hc.scale"]
+    name, disk = "ffn_hc.scale", table.REPLICATED["ffn_hc.scale"]
     try:
-        del table._REPLICATED[name]
+        del table.REPLICATED[name]
         errors["unmapped"] = error_of_load(layout, checkpoint)
-        table._REPLICATED[name] = table._REPLICATED["attn_hc.scale"]
+        table.REPLICATED[name] = table.REPLICATED["attn_hc.scale"]
         errors["unread"] = error_of_load(layout, checkpoint)
     finally:
-        table._REPLICATED[name] = disk
+        table.REPLICATED[name] = disk
     return errors
 
 

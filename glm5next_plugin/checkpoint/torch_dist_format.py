@@ -1,0 +1,319 @@
+"""The files of a torch_dist checkpoint, as ``torch.distributed.checkpoint`` and megatron-core lay them out.
+
+A directory holds ``.metadata`` (a pickle that says which chunk of which tensor lies where), ``metadata.json`` (the name
+of the format) and ``*.distcp`` files, which are ``torch.save`` streams one after another: a tensor each, or a list with
+one object.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import io
+import json
+import math
+import os
+import pickle
+import struct
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from glm5next_plugin.errors import InputError
+
+from .files import BLOCK, ReadFile
+from .header import tensor_bytes
+from .torch_dist_metadata import Record, read_metadata
+
+METADATA = ".metadata"
+FORMAT = "metadata.json"
+_FORMAT_CONTENT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+
+_FRAME_BYTES = 64 * 1024
+
+Numbers = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor and where it is stored.
+
+    Attributes:
+        offset, shape: first index and size of the box in each dimension.
+        file: name of the file in the checkpoint directory.
+        start, nbytes: the stream in that file.
+    """
+
+    offset: Numbers
+    shape: Numbers
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DistributedTensor:
+    """A tensor of a checkpoint: its whole shape, its dtype and its chunks by offset."""
+
+    shape: Numbers
+    dtype: torch.dtype
+    chunks: Mapping[Numbers, Chunk]
+
+
+class DistributedTensors:
+    """The tensors of a directory by key, in any division into chunks.
+
+    Attributes:
+        directory: the checkpoint.
+        tensors: key -> :class:`DistributedTensor`.
+
+    Raises:
+        InputError: no such checkpoint, or metadata that cannot be read.
+    """
+
+    def __init__(self, directory: str | Path):
+        self.directory = Path(directory)
+        self._files: dict[str, ReadFile] = {}
+        # a box is often a part of a large chunk, and the next one another part of it
+        self._last: tuple[tuple[str, Numbers], torch.Tensor] | None = None
+        for needed in (FORMAT, METADATA):
+            if not (self.directory / needed).is_file():
+                raise InputError(f"{self.directory} is no distributed checkpoint: it has no {needed}")
+        try:
+            backend = json.loads((self.directory / FORMAT).read_text())["sharded_backend"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(f"{self.directory / FORMAT} names no sharded_backend ({error})") from error
+        if backend != _FORMAT_CONTENT["sharded_backend"]:
+            raise InputError(f"{self.directory / FORMAT} says {backend!r}; needed: 'torch_dist'")
+        try:
+            metadata = read_metadata(self.directory / METADATA)
+            self.tensors = dict(_tensors(metadata))
+        except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(f"{self.directory / METADATA} is no metadata of torch_dist ({error})") from error
+
+    def files(self) -> set[str]:
+        """Names of the files that hold tensors."""
+        return {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks.values()}
+
+    def faults(self, keys: Iterable[str]) -> list[str]:
+        """Chunks of these tensors that leave a gap, and files that are missing or cut short."""
+        faults, ends = [], {}
+        for key in keys:
+            tensor = self.tensors[key]
+            covered = sum(math.prod(chunk.shape) for chunk in tensor.chunks.values())
+            if covered != math.prod(tensor.shape):
+                faults.append(f"{key}: its chunks hold {covered} of {math.prod(tensor.shape)} values")
+            for chunk in tensor.chunks.values():
+                if chunk.start + chunk.nbytes > ends.get(chunk.file, (0, ""))[0]:
+                    ends[chunk.file] = (chunk.start + chunk.nbytes, key)
+        for file, (end, key) in sorted(ends.items()):
+            path = self.directory / file
+            if not path.is_file():
+                faults.append(f"{file} is missing; it holds {key}")
+            elif path.stat().st_size < end:
+                faults.append(f"{file} is cut short: {path.stat().st_size} bytes; {key} ends at {end}")
+        return faults
+
+    def read(self, key: str, offset: Numbers, shape: Numbers, *, into: torch.Tensor | None = None) -> torch.Tensor:
+        """A box of a tensor, put together from the chunks that it overlaps.
+
+        Args:
+            key: of the tensor.
+            offset, shape: of the box.
+            into: :func:`.files.aligned_memory` to read a chunk into that is the whole box, with room for its stream.
+
+        Raises:
+            InputError: a chunk cannot be read, or is not what the metadata tells.
+        """
+        tensor = self.tensors[key]
+        exact = tensor.chunks.get(offset)
+        if exact is not None and exact.shape == shape:
+            return self._chunk(key, exact, tensor.dtype, into)
+        box = torch.empty(shape, dtype=tensor.dtype)  # filled, since faults() found no gap between the chunks
+        for chunk in tensor.chunks.values():
+            low = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
+            high = [min(a + m, b + n) for a, m, b, n in zip(offset, shape, chunk.offset, chunk.shape, strict=True)]
+            if all(first < last for first, last in zip(low, high, strict=True)):
+                inside = [slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offset, strict=True)]
+                place = [slice(a - o, b - o) for a, b, o in zip(low, high, offset, strict=True)]
+                box[tuple(place)] = self._kept_chunk(key, chunk, tensor.dtype)[tuple(inside)]
+        return box
+
+    def _kept_chunk(self, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
+        if self._last is None or self._last[0] != (key, chunk.offset):
+            self._last = None  # not two of them in memory
+            self._last = ((key, chunk.offset), self._chunk(key, chunk, dtype, None))
+        return self._last[1]
+
+    def _chunk(self, key: str, chunk: Chunk, dtype: torch.dtype, into: torch.Tensor | None) -> torch.Tensor:
+        where = f"{self.directory / chunk.file}: {key} at {list(chunk.offset)}"
+        try:
+            if chunk.file not in self._files:
+                self._files[chunk.file] = ReadFile(self.directory / chunk.file)
+            room = into is not None and chunk.nbytes <= len(into) - 2 * BLOCK
+            stream = self._files[chunk.file].read(chunk.start, chunk.nbytes, into if room else None)
+            tensor = _loaded(stream, dtype, chunk.shape)
+        except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+            raise InputError(f"{where} cannot be read: {error}") from error
+        if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
+            raise InputError(f"{where} is not the {dtype} tensor of shape {list(chunk.shape)} that {METADATA} tells of")
+        return tensor
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_files": {}, "_last": None}
+
+
+def stream_bytes(dtype: str, shape: Numbers) -> int:
+    """Bytes that the stream of a tensor takes at most: its own, and the frame around them."""
+    return tensor_bytes(dtype, shape) + _FRAME_BYTES
+
+
+def _loaded(stream: torch.Tensor, dtype: torch.dtype, shape: Numbers) -> Any:
+    """What ``torch.save`` wrote; a contiguous tensor, as is the rule, comes as a view of the stream."""
+    view = memoryview(stream.numpy())
+    with zipfile.ZipFile(_Memory(view)) as archive:
+        files = {file.filename.partition("/")[2]: file for file in archive.infolist()}
+        data = files.get("data/0")
+        nbytes = math.prod(shape) * dtype.itemsize
+        if data is not None and archive.read(files["data.pkl"]) == _contiguous(dtype, shape):
+            if data.compress_type == zipfile.ZIP_STORED and data.file_size == nbytes:
+                first = data.header_offset + _LOCAL_HEADER.size
+                first += sum(_LOCAL_HEADER.unpack_from(view, data.header_offset))
+                values = stream[first : first + nbytes]
+                if values.storage_offset() % dtype.itemsize:
+                    values = values.clone()
+                return values.view(dtype).view(shape)
+    return torch.load(_Memory(view), map_location="cpu", weights_only=True)
+
+
+# of the header before each file of a zip archive: lengths of the name and of the extra field that follow it
+_LOCAL_HEADER = struct.Struct("<26xHH")
+
+
+@functools.lru_cache(maxsize=256)
+def _contiguous(dtype: torch.dtype, shape: Numbers) -> bytes:
+    """What ``torch.save`` says of a contiguous tensor beside its values."""
+    start = _Start()
+    torch.save(torch.empty(shape, dtype=dtype), start)
+    first = _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack_from(start.kept))
+    return bytes(start.kept[first : start.kept.index(b"PK", first)])
+
+
+class _Start:
+    """Keeps the first bytes that are written to it."""
+
+    def __init__(self):
+        self.kept = bytearray()
+
+    def write(self, data: Any) -> int:
+        if len(self.kept) < BLOCK:
+            self.kept += memoryview(data).cast("B")[:BLOCK]
+        return len(data)
+
+    def flush(self) -> None:
+        pass
+
+
+class _Memory(io.RawIOBase):
+    """Memory as a file to read; it is not copied."""
+
+    def __init__(self, view: memoryview):
+        self._view, self._place = view, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._place
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        place = offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._place, os.SEEK_END: len(self._view)}[whence]
+        if place < 0:
+            raise ValueError(f"no place {place}")
+        self._place = place
+        return place
+
+    def readinto(self, buffer: Any) -> int:
+        target = memoryview(buffer).cast("B")
+        data = self._view[self._place : self._place + len(target)]
+        target[: len(data)] = data
+        self._place += len(data)
+        return len(data)
+
+
+def _tensors(metadata: Record) -> Iterable[tuple[str, DistributedTensor]]:
+    stored = {
+        (index.fqn, tuple(index.offset)): info
+        for index, info in metadata.storage_data.items()
+        if getattr(index, "offset", None) is not None
+    }
+    for key, described in metadata.state_dict_metadata.items():
+        if described.kind == "TensorStorageMetadata":
+            chunks = {}
+            for box in described.chunks:
+                info = stored[key, tuple(box.offsets)]
+                chunks[tuple(box.offsets)] = Chunk(
+                    tuple(box.offsets), tuple(box.sizes), info.relative_path, info.offset, info.length
+                )
+            yield key, DistributedTensor(tuple(described.size), described.properties.dtype, chunks)
+
+
+# ---------------------------------------------------------------------- writing
+@dataclasses.dataclass(frozen=True)
+class WrittenTensor:
+    """A tensor of which all chunks are written: whole shape, dtype, and its chunks in order."""
+
+    shape: Numbers
+    dtype: torch.dtype
+    chunks: Sequence[Chunk]
+
+
+def write_metadata(
+    directory: Path, tensors: Mapping[str, WrittenTensor], objects: Mapping[str, tuple[str, int, int]]
+) -> None:
+    """Write ``.metadata`` and ``metadata.json``, which make a checkpoint of the files that are there.
+
+    Args:
+        directory: where the ``*.distcp`` files are.
+        tensors: key -> tensor.
+        objects: key -> file, start and bytes of the list that holds the object.
+    """
+    # imported here, since that takes seconds and reading does without
+    from torch.distributed.checkpoint import FileSystemWriter
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+    from torch.distributed.checkpoint.storage import WriteResult
+
+    described: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+    results: list[WriteResult] = []
+    for key, tensor in tensors.items():
+        boxes = [ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.shape)) for chunk in tensor.chunks]
+        properties = TensorProperties(dtype=tensor.dtype)
+        described[key] = TensorStorageMetadata(properties, torch.Size(tensor.shape), boxes)
+        results += [
+            WriteResult(
+                MetadataIndex(key, torch.Size(chunk.offset), number),
+                chunk.nbytes,
+                _StorageInfo(chunk.file, chunk.start, chunk.nbytes),
+            )
+            for number, chunk in enumerate(tensor.chunks)
+        ]
+    for key, (file, start, nbytes) in objects.items():
+        described[key] = BytesStorageMetadata()
+        results.append(WriteResult(MetadataIndex(key), nbytes, _StorageInfo(file, start, nbytes)))
+    writer = FileSystemWriter(directory)
+    writer.finish(Metadata(state_dict_metadata=described), [results])
+    (directory / FORMAT).write_text(json.dumps(_FORMAT_CONTENT))
