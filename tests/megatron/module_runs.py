@@ -121,8 +121,6 @@ def errors_of_an_incomplete_table(layout: Layout, checkpoint: str) -> dict[str, 
 def logits_from_torch_dist(layout: Layout, checkpoint: str, weights: str, tokens: torch.Tensor) -> torch.Tensor | None:
     """Overwrite every weight, load a distributed checkpoint, and run; the logits, on the last stage."""
     from glm5next_plugin.adapters import megatron as adapter
-    from megatron.core import parallel_state
-    from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.utils import unwrap_model
 
     _, _, models = build(layout, checkpoint, ddp=False)
@@ -130,6 +128,32 @@ def logits_from_torch_dist(layout: Layout, checkpoint: str, weights: str, tokens
         for tensor in [*model.parameters(), *model.buffers()]:
             tensor.data.fill_(0.5)
     adapter.load_torch_dist(models, weights)
+    return _logits(models, tokens)
+
+
+def logits_from_megatron_bridge(layout: Layout, weights: str, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Let Megatron-Bridge build the model of a distributed checkpoint and load it; the logits, on the last stage."""
+    from glm5next_plugin.adapters import megatron as adapter
+
+    adapter.initialize(layout.tp, layout.pp, layout.ep)
+    from megatron.bridge.training.model_load_save import load_megatron_model
+
+    sizes = dict(
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        sequence_parallel=layout.tp > 1,
+        parallel_output=False,
+    )
+    models = load_megatron_model(weights, use_cpu_init=True, mp_overrides=sizes)
+    return _logits(models, tokens)
+
+
+def _logits(models: list, tokens: torch.Tensor) -> torch.Tensor | None:
+    """Logits of a batch through the pipeline, on the last stage."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
     kept = []
 
     def step(iterator, model):
