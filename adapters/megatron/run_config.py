@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import torch
+import yaml
 
 from glm5next_plugin.architecture import Architecture
 
@@ -30,5 +30,4 @@ def write_run_config(directory: Path, architecture: Architecture, dtype: torch.d
         "tensor_model_parallel_size": 1,
         "pipeline_model_parallel_size": 1,
     }
-    # JSON is YAML
-    (directory / RUN_CONFIG).write_text(json.dumps({"model": model}, indent=2) + "\n")
+    (directory / RUN_CONFIG).write_text(yaml.safe_dump({"model": model}, sort_keys=False))

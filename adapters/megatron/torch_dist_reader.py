@@ -61,8 +61,8 @@ class TorchDistReader:
         companions = layout.companions_directory(self.path)
         if base is None and companions is None:
             raise InputError(
-                f"{self.path} has no {layout.COMPANIONS}/config.json; name the checkpoint that it was trained from as "
-                "base, for its config, tokenizer, vision and MTP tensors"
+                f"{self.path} has no {layout.COMPANIONS}/config.json; name the checkpoint that it was trained from with "
+                "--base, for its config, tokenizer, vision and MTP tensors"
             )
         self.companions: Path = base.companions if base is not None else companions
         self.architecture = Architecture.from_pretrained(self.companions)
