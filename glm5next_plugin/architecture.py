@@ -14,11 +14,12 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
+
+from .json_text import read_json
 
 AttentionKind = Literal["kda", "dsa"]
 MlpKind = Literal["dense", "moe"]
@@ -31,6 +32,11 @@ _ATTENTION_SPELLINGS: dict[str, AttentionKind] = {
 }
 _MLP_SPELLINGS: dict[str, MlpKind] = {"dense": "dense", "sparse": "moe"}
 _MODEL_TYPES = ("glm5_next", "glm5_next_text")
+
+# Far beyond any model of this family; a number that a damaged file makes up must not become lists of that length
+MAX_LAYERS = 1024
+MAX_EXPERTS = 4096
+_MAX_EXPERT_MODULES = 2**18  # of all layers
 
 
 class ConfigError(ValueError):
@@ -77,6 +83,7 @@ class VisionArchitecture:
                 if field.default is dataclasses.MISSING:
                     raise ConfigError(f"vision_config.{field.name}", None, "a positive integer")
         vision = cls(**values)
+        _count("vision_config.depth", vision.depth, MAX_LAYERS)
         if vision.hidden_size % vision.num_heads:
             raise ConfigError("vision_config.num_heads", vision.num_heads, f"a divisor of {vision.hidden_size}")
         if config.get("attention_bias", True) is not True:
@@ -190,7 +197,7 @@ class Architecture:
         if not file.is_file():
             raise FileNotFoundError(f"{file}: no such file; a checkpoint directory holds a config.json")
         try:
-            config = json.loads(file.read_text())
+            config = read_json(file)
         except ValueError as error:
             raise ConfigError("config.json", str(error), f"{file} to hold a JSON object") from error
         return cls.from_config(config)
@@ -342,6 +349,12 @@ def _positive(field: str, value: Any) -> int:
     return value
 
 
+def _count(field: str, value: Any, limit: int) -> int:
+    if _positive(field, value) > limit:
+        raise ConfigError(field, value, f"at most {limit}")
+    return value
+
+
 def _number(field: str, value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ConfigError(field, value, "a number")
@@ -378,7 +391,7 @@ def _read_text(text: Mapping[str, Any]) -> dict[str, Any]:
     _must_be(text, "index_kpool_compress", (True,), "pooled keys are a learned weighted sum")
     _must_be(text, "index_kpool_always_select_tail", (True,), "the unfinished pool is always attended to")
 
-    layers = size("num_hidden_layers")
+    layers = _count("num_hidden_layers", text.get("num_hidden_layers"), MAX_LAYERS)
     heads = size("num_attention_heads")
     if text.get("num_key_value_heads", heads) not in (heads, None):
         raise ConfigError("num_key_value_heads", text["num_key_value_heads"], f"num_attention_heads ({heads})")
@@ -394,13 +407,19 @@ def _read_text(text: Mapping[str, Any]) -> dict[str, Any]:
     if topk % kpool:
         raise ConfigError("index_topk", topk, f"a multiple of index_kpool ({kpool})")
 
-    experts, per_token = size("n_routed_experts"), size("num_experts_per_tok")
+    nextn = text.get("num_nextn_predict_layers") or 0
+    if nextn:
+        _count("num_nextn_predict_layers", nextn, MAX_LAYERS)
+    experts = _count("n_routed_experts", text.get("n_routed_experts"), MAX_EXPERTS)
+    if experts * (layers + nextn) > _MAX_EXPERT_MODULES:
+        needed = f"at most {_MAX_EXPERT_MODULES} experts in all {layers + nextn} layers"
+        raise ConfigError("n_routed_experts", experts, needed)
+    per_token = size("num_experts_per_tok")
     if per_token > experts:
         raise ConfigError("num_experts_per_tok", per_token, f"at most n_routed_experts ({experts})")
     norm_topk_prob = text.get("norm_topk_prob", True)
     if not isinstance(norm_topk_prob, bool):
         raise ConfigError("norm_topk_prob", norm_topk_prob, "true or false")
-    nextn = text.get("num_nextn_predict_layers") or 0
     attention_kinds = _attention_kinds(text, layers)
     _check_indexers(text, attention_kinds)
     return dict(
@@ -431,7 +450,7 @@ def _read_text(text: Mapping[str, Any]) -> dict[str, Any]:
         hc_mult=size("hc_mult"),
         hc_eps=_positive_number("hc_eps", text.get("hc_eps")),
         hc_sinkhorn_iters=size("hc_sinkhorn_iters"),
-        num_nextn_predict_layers=_positive("num_nextn_predict_layers", nextn) if nextn else 0,
+        num_nextn_predict_layers=nextn,
         max_position_embeddings=_positive("max_position_embeddings", text.get("max_position_embeddings", 1048576)),
         initializer_range=_number("initializer_range", text.get("initializer_range", 0.02)),
     )

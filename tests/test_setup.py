@@ -55,8 +55,11 @@ def test_versions_beside_the_folder_of_a_shim_are_found_without_pyenv_root(tmp_p
 
 
 def test_a_python_of_another_version_is_passed_over(tmp_path):
-    script(tmp_path / "bin/python3.12", f"""exec "{PYTHON}" -c "import sys; sys.version_info = (3, 13, 1)
-$2" """)
+    script(
+        tmp_path / "bin/python3.12",
+        f"""exec "{PYTHON}" -c "import sys; sys.version_info = (3, 13, 1)
+$2" """,
+    )
     python = link(tmp_path / "bin/python3", PYTHON)
     assert find_python(tmp_path).stdout == f"{python}\n"
 

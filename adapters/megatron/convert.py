@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 
+from glm5next_plugin.checkpoint.inspection import Inspectable
 from glm5next_plugin.checkpoint.job import Progress, run_job
 from glm5next_plugin.checkpoint.reading import CheckpointReader
 from glm5next_plugin.checkpoint.released_files import WrittenDtype
 from glm5next_plugin.checkpoint.released_target import MAX_SHARD_BYTES, ReleasedTarget
-from glm5next_plugin.checkpoint.sources import Source
 from glm5next_plugin.checkpoint.torch_dist_layout import is_torch_dist
 from glm5next_plugin.errors import InputError
 
@@ -22,7 +22,7 @@ Format = Literal["torch_dist", "released"]
 _DTYPES: dict[torch.dtype, WrittenDtype] = {torch.bfloat16: "bfloat16", torch.float32: "float32"}
 
 
-def open_source(path: str | Path, base: str | Path | None = None) -> Source:
+def open_source(path: str | Path, base: str | Path | None = None) -> Inspectable:
     """Open a checkpoint in either format; nothing is checked yet.
 
     Args:

@@ -9,7 +9,7 @@ import dataclasses
 import re
 
 from glm5next_plugin.architecture import Architecture
-from glm5next_plugin.checkpoint.inventory import LAYERS, expected_tensors
+from glm5next_plugin.checkpoint.inventory import expected_tensors, split_layer
 
 LAYER = "decoder.layers.*."
 
@@ -135,13 +135,11 @@ def extra_state_keys(architecture: Architecture) -> list[str]:
 
 def _split(name: str) -> tuple[int | None, int | None, str]:
     """Layer, expert and what is left, with ``*`` for the expert."""
-    if not name.startswith(LAYERS):
-        return None, None, name
-    layer, _, below = name.removeprefix(LAYERS).partition(".")
+    layer, below = split_layer(name)
     expert = re.match(r"mlp\.experts\.(\d+)\.", below)
     if expert is None:
-        return int(layer), None, below
-    return int(layer), int(expert[1]), below.replace(f".{expert[1]}.", ".*.", 1)
+        return layer, None, below
+    return layer, int(expert[1]), below.replace(f".{expert[1]}.", ".*.", 1)
 
 
 def _key_table() -> dict[str, tuple[str, int, int]]:

@@ -14,8 +14,8 @@ from glm5next_plugin.checkpoint.carried import CarriedTensors
 from glm5next_plugin.checkpoint.dtypes import STORED_DTYPES, TORCH_DTYPES
 from glm5next_plugin.checkpoint.faults import raise_faults
 from glm5next_plugin.checkpoint.finite import count_not_finite
-from glm5next_plugin.checkpoint.inventory import expected_tensors
-from glm5next_plugin.checkpoint.sources import Source
+from glm5next_plugin.checkpoint.inspection import Inspectable
+from glm5next_plugin.checkpoint.inventory import expected_tensors, split_layer
 from glm5next_plugin.checkpoint.torch_dist_format import METADATA, DistributedTensors
 from glm5next_plugin.errors import InputError
 
@@ -55,14 +55,14 @@ class TorchDistReader:
 
     format = "torch_dist"
 
-    def __init__(self, path: str | Path, base: Source | None = None):
+    def __init__(self, path: str | Path, base: Inspectable | None = None):
         self.path = Path(path)
         self._weights = layout.weights_directory(self.path)
         companions = layout.companions_directory(self.path)
         if base is None and companions is None:
             raise InputError(
-                f"{self.path} has no {layout.COMPANIONS}/config.json; name the checkpoint that it was trained from with "
-                "--base, for its config, tokenizer, vision and MTP tensors"
+                f"{self.path} has no {layout.COMPANIONS}/config.json; name the checkpoint that it was trained from "
+                "with --base, for its config, tokenizer, vision and MTP tensors"
             )
         self.companions: Path = base.companions if base is not None else companions
         self.architecture = Architecture.from_pretrained(self.companions)
@@ -97,10 +97,10 @@ class TorchDistReader:
             if self._key(name) not in self._tensors.tensors:
                 raise InputError(f"{self.path}: no tensor {name}")
             dtype = self._tensors.tensors[self._key(name)].dtype
-            return DistributedSpec(STORED_DTYPES.get(dtype, str(dtype)), self._expected[name].shape)
+            return DistributedSpec(STORED_DTYPES[dtype], self._expected[name].shape)
         stored = self._base.spec(name) if self._base is not None else self._carried[name]
-        # FP8 comes dequantised
-        return DistributedSpec("BF16" if stored.dtype == "F8_E4M3" else stored.dtype, stored.shape)
+        dequantised = self._base is not None and stored.dtype == "F8_E4M3"
+        return DistributedSpec("BF16" if dequantised else stored.dtype, stored.shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,7 +131,9 @@ class TorchDistReader:
         tensor = self._tensors.read(placement.key, tuple(offset), tuple(box), into=into).view(box[dim:])
         bad = count_not_finite(tensor)
         if bad:
-            raise InputError(f"{self._weights}: {placement.key} ({name}) has {bad} values that are NaN or infinite")
+            files = " and ".join(self._tensors.files_of(placement.key, tuple(offset), tuple(box)))
+            where = f"{self._weights}: {placement.key} in {files} ({name})"
+            raise InputError(f"{where} has {bad} values that are NaN or infinite")
         return tensor
 
     def quantised(self, name: str, rows: slice | None = None, *, into: torch.Tensor | None = None):
@@ -149,8 +151,7 @@ class TorchDistReader:
     def faults(self) -> list[str]:
         """What is wrong with keys, shapes, dtypes, chunks and files."""
         stored = self._tensors.tensors
-        faults = list(self._carried.faults) if self._carried is not None else []
-        faults += self._carried_faults()
+        faults = self._base.faults() if self._base is not None else self._carried_faults()
         wanted = {placement.key: (name, placement) for name, placement in self._placements.items()}
         for key, (name, placement) in wanted.items():
             if key not in stored:
@@ -188,22 +189,26 @@ class TorchDistReader:
 
     def _carried_faults(self) -> list[str]:
         """Vision and MTP: whole or not at all, of the shapes of the config."""
-        faults = []
+        faults = list(self._carried.faults)
         groups = {self._expected[name].group for name in self._names if name not in self._placements}
         for name, spec in self._expected.items():
             if name not in self._placements and spec.group in groups:
                 if name not in self._names:
                     faults.append(f"{name} is missing ({spec.dtype} {list(spec.shape)})")
-                elif tuple(self.spec(name).shape) != spec.shape:
-                    faults.append(f"{name} has shape {list(self.spec(name).shape)}; needed: {list(spec.shape)}")
-        unknown = set(self._carried or ()) - self._expected.keys()
+                    continue
+                found = self.spec(name)
+                if tuple(found.shape) != spec.shape:
+                    faults.append(f"{name} has shape {list(found.shape)}; needed: {list(spec.shape)}")
+                if TORCH_DTYPES.get(found.dtype) not in self._legal_dtypes(name):
+                    legal = " or ".join(STORED_DTYPES[dtype] for dtype in self._legal_dtypes(name))
+                    faults.append(f"{name} has dtype {found.dtype}; needed: {legal}")
+        unknown = set(self._carried) - self._expected.keys()
         return faults + [f"{name} ({self._carried[name]}) is unknown" for name in sorted(unknown)]
 
     def _legal_dtypes(self, name: str) -> tuple[torch.dtype, ...]:
         return (torch.float32,) if self._expected[name].dtype == "F32" else (torch.bfloat16, torch.float32)
 
     def _hint(self, key: str) -> str:
-        start = LAYER.partition("*")[0]
-        number = key.removeprefix(start).partition(".")[0] if key.startswith(start) else ""
+        number, _ = split_layer(key, LAYER.partition("*")[0])
         layers = self.architecture.num_hidden_layers
-        return f": config.json has {layers} layers" if number.isdigit() and int(number) >= layers else ""
+        return f": config.json has {layers} layers" if number is not None and number >= layers else ""

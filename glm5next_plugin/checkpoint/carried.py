@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from glm5next_plugin.errors import InputError
-
 from .header import HeaderError, read_header
 from .stored import StoredTensor, TensorFiles
+from .weight_map import read_weight_map
 
 INDEX = "carried.index.json"
 
@@ -35,11 +34,7 @@ class CarriedTensors(Mapping[str, StoredTensor]):
     def __init__(self, directory: Path):
         self._files = TensorFiles(directory)
         self._stored: dict[str, StoredTensor] = {}
-        self.faults: list[str] = []
-        try:
-            index = dict(json.loads((directory / INDEX).read_text())["weight_map"])
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            raise InputError(f"{directory / INDEX} cannot be read ({error})") from error
+        index, self.faults = read_weight_map(directory / INDEX)
         for file in sorted(set(index.values())):
             try:
                 entries = read_header(directory / file)

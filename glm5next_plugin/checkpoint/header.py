@@ -13,7 +13,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from glm5next_plugin.json_text import Pairs, parse_json
+
+from .weight_map import is_tensor_name
+
 _MAX_HEADER = 100_000_000  # bytes; the library's own limit
+_MAX_DIMENSIONS = 64  # as torch has it
 _BITS = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8,
     "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
@@ -52,6 +57,8 @@ def read_header(file: Path) -> list[Entry]:
         HeaderError: the file is cut short, too long, or no safetensors file.
         OSError: the file cannot be read.
     """
+    if file.exists() and not file.is_file():  # a pipe would be waited for
+        raise HeaderError("no safetensors file: not even a file")
     with file.open("rb") as stream:
         length = int.from_bytes(start := stream.read(8), "little")
         if len(start) < 8:
@@ -63,13 +70,12 @@ def read_header(file: Path) -> list[Entry]:
     if len(raw) < length:
         raise HeaderError(f"cut short: {size} bytes, the header alone needs {8 + length}")
     try:
-        # pairs, since a dict would hide a name that stands twice
-        pairs = json.loads(raw, object_pairs_hook=list)
-        entries = [_entry(name, dict(value), 8 + length) for name, value in pairs if name != "__metadata__"]
-    except HeaderError:
-        raise
-    except (ValueError, TypeError, RecursionError) as error:
+        pairs = parse_json(raw, pairs=True)
+        if not isinstance(pairs, Pairs):
+            raise ValueError(f"it is a {type(pairs).__name__}")
+    except ValueError as error:
         raise HeaderError(f"no safetensors file: its header is no JSON object of tensors ({error})") from error
+    entries = [_entry(name, value, 8 + length) for name, value in pairs if name != "__metadata__"]
     end = 0
     for (start, stop), entry in sorted(entries, key=lambda item: item[0]):
         if start != end or stop - start != entry.nbytes:
@@ -98,13 +104,20 @@ def encode_header(tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> tuple[
     return len(raw).to_bytes(8, "little") + raw, [Entry(*fields, first + start) for *fields, start in ends]
 
 
-def _entry(name: str, value: dict[str, Any], first: int) -> tuple[tuple[int, int], Entry]:
-    dtype, shape, offsets = value.get("dtype"), value.get("shape"), value.get("data_offsets")
-    if dtype not in _BITS:
-        raise HeaderError(f"tensor {name} has dtype {dtype!r}, which is not known")
+def _entry(name: str, value: Any, first: int) -> tuple[tuple[int, int], Entry]:
+    if not is_tensor_name(name):
+        raise HeaderError(f"no safetensors file: {name!a:.200} can be no tensor's name")
+    if not isinstance(value, Pairs):
+        raise HeaderError(f"tensor {name} is described by {value!r:.200}")
+    described = dict(value)
+    dtype, shape, offsets = described.get("dtype"), described.get("shape"), described.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in _BITS:
+        raise HeaderError(f"tensor {name} has dtype {dtype!r:.200}, which is not known")
     for field, numbers in (("shape", shape), ("data_offsets", offsets)):
         if not isinstance(numbers, list) or any(type(number) is not int or number < 0 for number in numbers):
-            raise HeaderError(f"tensor {name} has {field} {numbers!r}")
+            raise HeaderError(f"tensor {name} has {field} {numbers!r:.200}")
+    if len(shape) > _MAX_DIMENSIONS:
+        raise HeaderError(f"tensor {name} has {len(shape)} dimensions")
     if len(offsets) != 2:
         raise HeaderError(f"tensor {name} has data_offsets {offsets!r}")
     return (offsets[0], offsets[1]), Entry(name, dtype, tuple(shape), first + offsets[0])

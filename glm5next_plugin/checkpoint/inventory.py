@@ -79,6 +79,7 @@ class _Row:
 
 
 _NUMBER = re.compile(r"\.\d+\.")
+_OF_LAYER = re.compile(r"(\d{1,6})\.(.+)", re.ASCII)  # of a name, what follows its prefix
 
 _EMBED_TOKENS = (_Row("model.language_model.embed_tokens.weight", lambda a: (a.vocab_size, a.hidden_size)),)
 _FINAL_NORM = (_Row("model.language_model.norm.weight", lambda a: (a.hidden_size,)),)
@@ -299,6 +300,12 @@ def expected_tensors(
 def kind_of(name: str) -> str:
     """The kind of a released name: its layer, block and expert numbers become ``*``."""
     return _NUMBER.sub(".*.", name)
+
+
+def split_layer(name: str, prefix: str = LAYERS) -> tuple[int | None, str]:
+    """Number of the layer that a name is of and the rest of the name; None and the name where it is of no layer."""
+    match = _OF_LAYER.fullmatch(name.removeprefix(prefix)) if name.startswith(prefix) else None
+    return (int(match[1]), match[2]) if match else (None, name)
 
 
 def scale_shape(shape: Shape, block: tuple[int, int]) -> Shape:

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 from glm5next_plugin import __version__
 from glm5next_plugin.errors import InputError
+from glm5next_plugin.json_text import read_json
 
 from .files import sync_directory, sync_files
 from .pieces import Unit
@@ -97,11 +98,13 @@ def run_job(
     refuse_occupied(path, overwrite=overwrite)
     directory = partial_directory(path)
     identity = {"version": __version__, "target": target.kind, "source": source.identity(), "units": len(target.units)}
+    total = sum(unit.nbytes for unit in target.units)
+    if not directory.exists():
+        _require_room(path.parent, total)
     path.parent.mkdir(parents=True, exist_ok=True)
     with _claim(directory, path, identity, resume=resume, overwrite=overwrite) as (lock, records):
-        total = sum(unit.nbytes for unit in target.units)
         done = sum(unit.nbytes for unit in target.units if unit.number in records)
-        _require_room(path.parent, total - done, resumable=bool(records))
+        _require_room(path.parent, total - done)
         try:
             target.prepare(directory)
             todo = [unit for unit in target.units if unit.number not in records]
@@ -203,7 +206,7 @@ def _take(lock: int, directory: Path) -> None:
 
 def _require_same(file: Path, identity: dict[str, Any], path: Path) -> None:
     try:
-        found = json.loads(file.read_text())
+        found = read_json(file)
     except ValueError as error:
         raise InputError(f"{file} cannot be read ({error}); start anew with --overwrite") from error
     identity = json.loads(json.dumps(identity))
@@ -233,11 +236,11 @@ def _write_whole(file: Path, content: str) -> None:
     temporary.rename(file)
 
 
-def _require_room(directory: Path, needed: int, *, resumable: bool) -> None:
-    free = shutil.disk_usage(directory).free
+def _require_room(directory: Path, needed: int) -> None:
+    there = next(folder for folder in (directory.resolve(), *directory.resolve().parents) if folder.is_dir())
+    free = shutil.disk_usage(there).free
     if free < needed:
-        again = "; what is written already stays for --resume" if resumable else ""
-        raise InputError(f"{directory}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free{again}")
+        raise InputError(f"{directory}: {needed / 1e9:.2f} GB needed, {free / 1e9:.2f} GB free")
 
 
 def _write_failure(path: Path, error: OSError) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from .inventory import LAYERS
+from .inventory import split_layer
 
 _MAX_PIECE_BYTES = 64 * 1024**2
 _MAX_UNIT_BYTES = 1024**3
@@ -61,9 +61,10 @@ class Granularity:
     @classmethod
     def of(cls, sizes: Mapping[str, int], workers: int) -> Granularity:
         """For a checkpoint of tensors with these bytes and at most this many workers."""
-        layers: dict[str, int] = {}
+        layers: dict[int | str, int] = {}
         for name, nbytes in sizes.items():
-            layer = name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else name
+            number = split_layer(name)[0]
+            layer = name if number is None else number
             layers[layer] = layers.get(layer, 0) + nbytes
         worth = -(-sum(layers.values()) // _BYTES_WORTH_A_WORKER)
         workers = max(1, min(workers, _MAX_WORKERS, worth))

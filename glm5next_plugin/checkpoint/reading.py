@@ -13,7 +13,7 @@ from glm5next_plugin.errors import InputError
 from .faults import raise_faults
 from .fp8 import block_size, dequantize_block
 from .header import tensor_bytes
-from .inventory import FP32_KINDS, LAYERS, SCALE_SUFFIX, TensorSpec, expected_tensors, scale_shape
+from .inventory import FP32_KINDS, SCALE_SUFFIX, TensorSpec, expected_tensors, scale_shape, split_layer
 from .shards import read_shards
 from .spelling import Spelling, released_parts, spelling_of
 from .stored import StoredTensor, TensorFiles
@@ -128,14 +128,23 @@ class CheckpointReader:
         stored = self.spec(name)
         if stored.dtype != "F8_E4M3":
             return self._files.require_finite(self._files.read(stored, rows, into), name, stored)
-        weight, scale = self.quantised(name, rows, into=into)
+        weight, scale = self._read_quantised(name, rows, into)
         matrix = dequantize_block(weight, scale, self.fp8_block).to(torch.bfloat16)
         return self._files.require_finite(matrix, name, stored)
 
     def quantised(
         self, name: str, rows: slice | None = None, *, into: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """FP8 weight and scale as they are stored; arguments and errors as for :meth:`tensor`, values unchecked."""
+        """FP8 weight and scale as they are stored; arguments and errors as for :meth:`tensor`."""
+        weight, scale = self._read_quantised(name, rows, into)
+        self._files.require_finite(weight, name, self._stored[name])
+        self._files.require_finite(scale, name + SCALE_SUFFIX, self._scales[name])
+        return weight, scale
+
+    def _read_quantised(
+        self, name: str, rows: slice | None, into: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The values are not checked."""
         stored = self.spec(name)
         if stored.dtype != "F8_E4M3":
             raise InputError(f"{self.path}: {name} ({stored}) is {stored.dtype}, not FP8")
@@ -238,9 +247,9 @@ class CheckpointReader:
         return faults
 
     def _hint(self, name: str) -> str:
-        number = name.removeprefix(LAYERS).partition(".")[0] if name.startswith(LAYERS) else ""
+        number = split_layer(name)[0]
         layers, mtp = self.architecture.num_hidden_layers, self.architecture.num_nextn_predict_layers
-        if number.isdigit() and int(number) >= layers + mtp:
+        if number is not None and number >= layers + mtp:
             return f": config.json has {layers} layers and {mtp} MTP layers"
         return ""
 

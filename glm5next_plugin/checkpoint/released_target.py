@@ -12,13 +12,11 @@ from typing import Any
 import torch
 
 from glm5next_plugin.architecture import Architecture
-from glm5next_plugin.errors import InputError
 
 from .companions import copy_companions
 from .comparing import compare
 from .dtypes import STORED_DTYPES, TORCH_DTYPES
 from .files import WriteFile, aligned_memory
-from .finite import count_not_finite
 from .fp8 import Block, quantization_config, quantize_block
 from .header import Entry, encode_header, tensor_bytes
 from .inventory import SCALE_SUFFIX, TensorSpec, expected_tensors, scale_shape
@@ -157,8 +155,6 @@ class ReleasedTarget:
             return
         if source.spec(name).dtype == "F8_E4M3" and source.fp8_block == self._block:
             weight, scale = source.quantised(name, rows, into=memory)
-            if count_not_finite(weight) or count_not_finite(scale):
-                raise InputError(f"{name} has FP8 values or scales that are NaN or infinite")
         else:
             weight, scale = quantize_block(source.tensor(name, rows, into=memory), self._block)
         yield name, rows.start, weight

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import json
 from pathlib import Path
 
-from glm5next_plugin.errors import InputError
-
 from .header import Entry, HeaderError, read_header
+from .weight_map import read_weight_map
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -30,7 +27,9 @@ def read_shards(directory: Path) -> Shards:
         InputError: an index that is no index.
     """
     faults: list[str] = []
-    index = _read_index(directory / INDEX_NAME, faults)
+    index = None
+    if (directory / INDEX_NAME).is_file():
+        index, faults = read_weight_map(directory / INDEX_NAME)
     there = {file.name for file in directory.glob("model*.safetensors")}
     if index is not None:
         files = sorted(set(index.values()))
@@ -53,23 +52,6 @@ def read_shards(directory: Path) -> Shards:
     if index is not None:
         faults += _disagreements(index, headers)
     return Shards(headers, faults)
-
-
-def _read_index(file: Path, faults: list[str]) -> dict[str, str] | None:
-    if not file.is_file():
-        return None
-    try:
-        # pairs, since a dict would hide a name that stands twice
-        pairs = dict(json.loads(file.read_text(), object_pairs_hook=list))["weight_map"]
-        counted = collections.Counter(name for name, _ in pairs)
-        weight_map = dict(pairs)
-    except (ValueError, TypeError, KeyError) as error:
-        raise InputError(f"{file}: no JSON object with a weight_map ({error})") from error
-    for name, holder in weight_map.items():
-        if not isinstance(holder, str) or Path(holder).name != holder:
-            raise InputError(f"{file}: {name} is said to lie in {holder!r}, which is no file beside it")
-    faults += [f"{name} stands {count} times in {INDEX_NAME}" for name, count in counted.items() if count > 1]
-    return weight_map
 
 
 def _disagreements(index: dict[str, str], headers: dict[str, list[Entry]]) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from glm5next_plugin.architecture import Architecture
 from glm5next_plugin.errors import InputError
 
-from .inventory import LAYERS
+from .inventory import LAYERS, split_layer
 from .sources import Source, StoredSpec
 
 Layers = tuple[int, ...]
@@ -105,12 +105,12 @@ class SlicedSource:
         numbers = {old: new for new, old in enumerate(kept)}
         self._original: dict[str, str] = {}
         for name in source.names():
-            number, below = _layer_of(name)
+            number, below = split_layer(name)
             if number is None:
                 self._original[name] = name
             elif number in numbers:
                 self._original[f"{LAYERS}{numbers[number]}.{below}"] = name
-        if mtp and not any(_layer_of(name)[0] == hidden for name in self._original.values()):
+        if mtp and not any(split_layer(name)[0] == hidden for name in self._original.values()):
             raise InputError("the checkpoint has no MTP tensors to keep")
 
     @property
@@ -148,13 +148,6 @@ class SlicedSource:
     def identity(self) -> dict[str, Any]:
         """The source's, and which layers of it."""
         return self._source.identity() | {"layers": list(self._layers), "names": len(self._original)}
-
-
-def _layer_of(name: str) -> tuple[int | None, str]:
-    if not name.startswith(LAYERS):
-        return None, name
-    number, _, below = name.removeprefix(LAYERS).partition(".")
-    return int(number), below
 
 
 def describe(architecture: Architecture, layers: Sequence[int]) -> str:

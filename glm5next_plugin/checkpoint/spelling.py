@@ -12,6 +12,8 @@ import math
 import re
 from typing import Literal
 
+from glm5next_plugin.architecture import MAX_EXPERTS
+
 Spelling = Literal["released", "transformers", "text-only"]
 
 # text-only -> released, at the start of a name
@@ -96,6 +98,8 @@ def released_parts(stored: str, shape: tuple[int, ...]) -> list[Part]:
         return [Part(layer + _RENAMED[below], 0, shape)]
     if below in _CONCATENATED:
         return _parts([layer + part for part in _CONCATENATED[below]], shape, 0)
+    if below in _STACKED_EXPERTS and shape and (0 in shape or shape[0] > MAX_EXPERTS):
+        raise ValueError(f"shape {list(shape)} is none of stacked experts")
     if below in _STACKED_EXPERTS:
         names = [
             f"{layer}mlp.experts.{expert}.{part}"

@@ -23,16 +23,20 @@ from typing import Any
 import torch
 
 from glm5next_plugin.errors import InputError
+from glm5next_plugin.json_text import read_json
 
+from .dtypes import STORED_DTYPES
 from .files import BLOCK, ReadFile
 from .header import tensor_bytes
 from .torch_dist_metadata import Record, read_metadata
+from .weight_map import is_file_name, is_tensor_name
 
 METADATA = ".metadata"
 FORMAT = "metadata.json"
 _FORMAT_CONTENT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 
 _FRAME_BYTES = 64 * 1024
+_MAX_DIMENSIONS = 64  # as torch has it
 
 Numbers = tuple[int, ...]
 
@@ -83,28 +87,31 @@ class DistributedTensors:
             if not (self.directory / needed).is_file():
                 raise InputError(f"{self.directory} is no distributed checkpoint: it has no {needed}")
         try:
-            backend = json.loads((self.directory / FORMAT).read_text())["sharded_backend"]
+            backend = read_json(self.directory / FORMAT)["sharded_backend"]
         except (ValueError, TypeError, KeyError) as error:
             raise InputError(f"{self.directory / FORMAT} names no sharded_backend ({error})") from error
         if backend != _FORMAT_CONTENT["sharded_backend"]:
-            raise InputError(f"{self.directory / FORMAT} says {backend!r}; needed: 'torch_dist'")
+            raise InputError(f"{self.directory / FORMAT} says {backend!r:.200}; needed: 'torch_dist'")
         try:
             metadata = read_metadata(self.directory / METADATA)
             self.tensors = dict(_tensors(metadata))
-        except (pickle.UnpicklingError, EOFError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InputError(f"{self.directory / METADATA} is no metadata of torch_dist ({error})") from error
+        except (pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
+            raise InputError(f"{self.directory / METADATA} is no metadata of torch_dist ({error!s:.500})") from error
 
     def files(self) -> set[str]:
         """Names of the files that hold tensors."""
         return {chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks.values()}
 
     def faults(self, keys: Iterable[str]) -> list[str]:
-        """Chunks of these tensors that leave a gap, and files that are missing or cut short."""
+        """Chunks of these tensors that overlap or leave a gap, and files that are missing or cut short."""
         faults, ends = [], {}
         for key in keys:
             tensor = self.tensors[key]
             covered = sum(math.prod(chunk.shape) for chunk in tensor.chunks.values())
-            if covered != math.prod(tensor.shape):
+            overlap = _overlap(tensor.chunks.values())
+            if overlap is not None:
+                faults.append(f"{key}: its chunks at {list(overlap[0].offset)} and {list(overlap[1].offset)} overlap")
+            elif covered != math.prod(tensor.shape):
                 faults.append(f"{key}: its chunks hold {covered} of {math.prod(tensor.shape)} values")
             for chunk in tensor.chunks.values():
                 if chunk.start + chunk.nbytes > ends.get(chunk.file, (0, ""))[0]:
@@ -142,6 +149,11 @@ class DistributedTensors:
                 box[tuple(place)] = self._kept_chunk(key, chunk, tensor.dtype)[tuple(inside)]
         return box
 
+    def files_of(self, key: str, offset: Numbers, shape: Numbers) -> list[str]:
+        """Names of the files that hold a box of a tensor."""
+        box = Chunk(offset, shape, "", 0, 0)
+        return sorted({chunk.file for chunk in self.tensors[key].chunks.values() if _overlap((box, chunk))})
+
     def _kept_chunk(self, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
         if self._last is None or self._last[0] != (key, chunk.offset):
             self._last = None  # not two of them in memory
@@ -155,9 +167,12 @@ class DistributedTensors:
                 self._files[chunk.file] = ReadFile(self.directory / chunk.file)
             room = into is not None and chunk.nbytes <= len(into) - 2 * BLOCK
             stream = self._files[chunk.file].read(chunk.start, chunk.nbytes, into if room else None)
-            tensor = _loaded(stream, dtype, chunk.shape)
-        except (OSError, EOFError, RuntimeError, ValueError, zipfile.BadZipFile, pickle.UnpicklingError) as error:
+        except (OSError, EOFError) as error:
             raise InputError(f"{where} cannot be read: {error}") from error
+        try:
+            tensor = _loaded(stream, dtype, chunk.shape)
+        except Exception as error:  # zipfile and torch.load raise what a damaged archive happens to run into
+            raise InputError(f"{where} is no tensor that torch.save wrote ({type(error).__name__})") from error
         if not isinstance(tensor, torch.Tensor) or tuple(tensor.shape) != chunk.shape or tensor.dtype != dtype:
             raise InputError(f"{where} is not the {dtype} tensor of shape {list(chunk.shape)} that {METADATA} tells of")
         return tensor
@@ -178,7 +193,9 @@ def _loaded(stream: torch.Tensor, dtype: torch.dtype, shape: Numbers) -> Any:
         files = {file.filename.partition("/")[2]: file for file in archive.infolist()}
         data = files.get("data/0")
         nbytes = math.prod(shape) * dtype.itemsize
-        if data is not None and archive.read(files["data.pkl"]) == _contiguous(dtype, shape):
+        described = files["data.pkl"]
+        plain = described.compress_type == zipfile.ZIP_STORED and described.file_size <= _FRAME_BYTES
+        if data is not None and plain and archive.read(described) == _contiguous(dtype, shape):
             if data.compress_type == zipfile.ZIP_STORED and data.file_size == nbytes:
                 first = data.header_offset + _LOCAL_HEADER.size
                 first += sum(_LOCAL_HEADER.unpack_from(view, data.header_offset))
@@ -248,20 +265,54 @@ class _Memory(io.RawIOBase):
 
 
 def _tensors(metadata: Record) -> Iterable[tuple[str, DistributedTensor]]:
+    """Tensors by key; raises ValueError, or what a record of another form raises where it is used."""
     stored = {
-        (index.fqn, tuple(index.offset)): info
+        (index.fqn, _numbers(index.offset)): info
         for index, info in metadata.storage_data.items()
         if getattr(index, "offset", None) is not None
     }
     for key, described in metadata.state_dict_metadata.items():
-        if described.kind == "TensorStorageMetadata":
-            chunks = {}
-            for box in described.chunks:
-                info = stored[key, tuple(box.offsets)]
-                chunks[tuple(box.offsets)] = Chunk(
-                    tuple(box.offsets), tuple(box.sizes), info.relative_path, info.offset, info.length
-                )
-            yield key, DistributedTensor(tuple(described.size), described.properties.dtype, chunks)
+        if described.kind != "TensorStorageMetadata":
+            continue
+        if not is_tensor_name(key):
+            raise ValueError(f"{key!a:.200} can be no tensor's key")
+        shape, dtype = _numbers(described.size), described.properties.dtype
+        if dtype not in STORED_DTYPES:
+            raise ValueError(f"{key} has dtype {dtype!r:.200}")
+        chunks = {}
+        for box in described.chunks:
+            offset, sizes = _numbers(box.offsets), _numbers(box.sizes)
+            if not len(offset) == len(sizes) == len(shape) or any(
+                start + size > whole for start, size, whole in zip(offset, sizes, shape, strict=True)
+            ):
+                raise ValueError(f"{key} of shape {list(shape)} has a chunk of {list(sizes)} at {list(offset)}")
+            info = stored[key, offset]
+            start, nbytes = _numbers((info.offset, info.length))
+            if not is_file_name(info.relative_path):
+                raise ValueError(f"{key} is said to lie in {info.relative_path!a:.200}, which is no file beside it")
+            chunks[offset] = Chunk(offset, sizes, info.relative_path, start, nbytes)
+        yield key, DistributedTensor(shape, dtype, chunks)
+
+
+def _numbers(values: Any) -> Numbers:
+    """Sizes, offsets or places; ValueError if they can be none."""
+    numbers = tuple(values)
+    if len(numbers) > _MAX_DIMENSIONS or any(type(n) is not int or not 0 <= n < 2**63 for n in numbers):
+        raise ValueError("a size or a place is no number, or beyond 64 bits")
+    return numbers
+
+
+def _overlap(chunks: Iterable[Chunk]) -> tuple[Chunk, Chunk] | None:
+    """Two chunks with an index in common, if there are any."""
+    within: list[Chunk] = []  # those that go on where the present one starts, in the first dimension
+    for chunk in sorted((chunk for chunk in chunks if chunk.offset), key=lambda chunk: chunk.offset):
+        within = [other for other in within if other.offset[0] + other.shape[0] > chunk.offset[0]]
+        for other in within:
+            both = zip(chunk.offset, chunk.shape, other.offset, other.shape, strict=True)
+            if all(max(a, b) < min(a + m, b + n) for a, m, b, n in both):
+                return other, chunk
+        within.append(chunk)
+    return None
 
 
 # ---------------------------------------------------------------------- writing

@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from glm5next_plugin.errors import InputError
@@ -38,9 +39,9 @@ def weights_directory(path: str | Path) -> Path:
         return root
     if not is_torch_dist(root):
         raise InputError(f"{root} is no torch_dist checkpoint: it has neither {MARKER} nor {FORMAT}")
-    name = (root / MARKER).read_text().strip()
-    if name != RELEASE and not name.isdecimal():
-        raise InputError(f"{root / MARKER} says {name!r}; needed: {RELEASE!r} or the number of an iteration")
+    name = (root / MARKER).read_text(encoding="utf-8", errors="replace").strip()
+    if name != RELEASE and not re.fullmatch("[0-9]{1,12}", name):
+        raise InputError(f"{root / MARKER} says {name!a:.200}; needed: {RELEASE!r} or the number of an iteration")
     weights = root / (name if name == RELEASE else f"iter_{int(name):07d}")
     if not (weights / FORMAT).is_file():
         raise InputError(f"{root} is incomplete: {weights.relative_to(root) / FORMAT} is missing")

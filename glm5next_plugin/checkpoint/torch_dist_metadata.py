@@ -51,7 +51,12 @@ def read_metadata(file: Path) -> Record:
         OSError: it cannot be read.
     """
     with file.open("rb") as stream:
-        found = _Unpickler(stream).load()
+        try:
+            found = _Unpickler(stream).load()
+        except (pickle.UnpicklingError, OSError):
+            raise
+        except Exception as error:  # of a damaged pickle, whatever the records' classes make of what they get
+            raise pickle.UnpicklingError(f"{type(error).__name__}: {error!s:.200}") from error
     if getattr(found, "kind", None) != "Metadata":
         raise pickle.UnpicklingError(f"it holds {type(found).__name__}, not Metadata")
     return found

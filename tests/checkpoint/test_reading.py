@@ -249,8 +249,9 @@ def test_truncated_shard_is_named(copied):
         (b"\x10\x00\x00\x00\x00\x00\x00\x00{}", "cut short"),
         (b"\xff" * 64, "its header would be"),
         (struct.pack("<Q", 8) + b"not json", "no JSON object"),
-        (struct.pack("<Q", 2) + b"[]", "no file holds a tensor"),
-        (struct.pack("<Q", 8) + b'{"a": 3}', "no JSON object"),
+        (struct.pack("<Q", 2) + b"[]", "no JSON object"),
+        (struct.pack("<Q", 2) + b"{}", "no file holds a tensor"),
+        (struct.pack("<Q", 8) + b'{"a": 3}', "tensor a is described by 3"),
         (
             struct.pack("<Q", 57) + b'{"a":{"dtype":"Q4","shape":[1],"data_offsets":[0,1]}}    ',
             "tensor a has dtype 'Q4'",

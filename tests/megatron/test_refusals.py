@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from glm5next_plugin.architecture import Architecture, ConfigError
 from glm5next_plugin.checkpoint.synthetic import make_checkpoint
 from glm5next_plugin.recipes import variants
+from tests.command import run_convert
 
-from .command import run_convert
 from .process_pool import Layout
 
 BUILD = "tests.megatron.module_runs:error_of_build"

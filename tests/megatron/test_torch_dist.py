@@ -12,8 +12,8 @@ from glm5next_plugin.checkpoint.synthetic import make_checkpoint
 from glm5next_plugin.checkpoint.writing import CheckpointWriter
 from glm5next_plugin.recipes import variants
 from tests import hf_oracle
+from tests.command import run_convert, run_glm5next
 
-from .command import run_convert, run_glm5next
 from .conftest import INITIALIZATION
 from .process_pool import Layout
 from .test_hf_parity import tokens
