@@ -79,12 +79,14 @@ def quiet_imports():
 def import_megatron_bridge() -> types.ModuleType:
     """Import ``megatron.bridge``, with a stub of TransformerEngine where that is missing.
 
-    megatron-core is imported first, so that it settles on having no TransformerEngine; a stub left in place would
-    mislead it.
+    megatron-core and modelopt are imported first, so that they settle on having no TransformerEngine: a stub would
+    mislead them, and modelopt's import would fail half-way.
     """
     importlib.import_module("megatron.core.models.gpt")
     if "megatron.bridge" in sys.modules or importlib.util.find_spec("transformer_engine") is not None:
         return importlib.import_module("megatron.bridge")
+    if importlib.util.find_spec("modelopt") is not None:
+        importlib.import_module("modelopt.torch.opt.plugins")
     finder = _StubFinder("transformer_engine")
     sys.meta_path.insert(0, finder)
     try:
