@@ -137,6 +137,10 @@ def logits_from_megatron_bridge(layout: Layout, weights: str, tokens: torch.Tens
 
     adapter.initialize(layout.tp, layout.pp, layout.ep)
     from megatron.bridge.training.model_load_save import load_megatron_model
+    from megatron.bridge.training.utils.checkpoint_utils import read_run_config, read_train_state
+
+    for cached in (read_run_config, read_train_state):
+        cached.cache_clear()  # both broadcast: a rank that remembers an earlier layout would not take part
 
     sizes = dict(
         tensor_model_parallel_size=layout.tp,
