@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 from collections.abc import Iterable
 from typing import Any, Protocol
@@ -36,13 +35,13 @@ class Class:
 
     tensors: int = 0
     nbytes: int = 0
-    dtypes: dict[str, int] = dataclasses.field(default_factory=collections.Counter)
+    dtypes: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def add(self, dtype: str, shape: tuple[int, ...]) -> None:
         """Count a tensor."""
         self.tensors += 1
         self.nbytes += tensor_bytes(dtype, shape)
-        self.dtypes[dtype] += 1
+        self.dtypes[dtype] = self.dtypes.get(dtype, 0) + 1
 
 
 @dataclasses.dataclass(frozen=True)
