@@ -113,10 +113,11 @@ def _dispatch(processes: dict[Connection, Any], tasks: list[Any], count: Any, pr
                 ) from None
             if outcome == "raised":
                 raise value
+            # first what is done is the caller's: a worker is never more than one task ahead of what was recorded
+            yield task, value
             if pending:
                 running[connection] = pending.pop()
                 connection.send(running[connection])
-            yield task, value
 
 
 def _stop(process: Any) -> None:
