@@ -38,7 +38,6 @@ from glm5next_plugin.checkpoint.synthetic import PatternSource
 from glm5next_plugin.recipes import variants
 
 GLM5NEXT = str(Path(sys.executable).with_name("glm5next"))
-_MINIMUM_RATIO = 0.6
 _MAXIMUM_MEMORY = 6e9
 
 
@@ -130,9 +129,12 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="Times that each is run; the median counts.")] = 3,
     workers: Annotated[int, typer.Option(min=1, help="Processes of the conversion.")] = min(8, os.cpu_count() or 1),
     fp8: Annotated[bool, typer.Option(help="Also from and to FP8.")] = True,
+    minimum_of_cp: Annotated[
+        float, typer.Option(help="Fail below this part of cp's rate; at 1 GB the start of the command counts too much.")
+    ] = 0.6,
     results: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
-    """Measure, print a table, and fail if a BF16 conversion is below 60 % of cp or above 6 GB of memory."""
+    """Measure, print a table, and fail if a BF16 conversion is too slow or takes more than 6 GB of memory."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     try:
@@ -145,7 +147,7 @@ def main(
         results.parent.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(report, indent=2) + "\n")
     judged = [row for row in report["runs"] if row["judged"]]
-    if any(row["of_cp"] < _MINIMUM_RATIO or row["memory"] > _MAXIMUM_MEMORY for row in judged):
+    if any(row["of_cp"] < minimum_of_cp or row["memory"] > _MAXIMUM_MEMORY for row in judged):
         raise SystemExit(1)
 
 

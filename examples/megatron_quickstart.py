@@ -3,6 +3,7 @@
 import sys
 
 import torch
+
 from glm5next_plugin.adapters.megatron import AutoBridge, initialize, save_checkpoint
 
 if __name__ == "__main__":

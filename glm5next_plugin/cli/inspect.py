@@ -46,7 +46,9 @@ def inspect(
         table.add_row(name, f"{members.tensors:,}", f"{members.nbytes / 1e9:.3f}", dtypes)
     kinds = {kind: found.layers.count(kind) for kind in dict.fromkeys(found.layers)}
     schedule = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    console.print(f"{path}: {found.format}, {found.files} files, {found.file_bytes / 1e9:.2f} GB", highlight=False, soft_wrap=True)
+    console.print(
+        f"{path}: {found.format}, {found.files} files, {found.file_bytes / 1e9:.2f} GB", highlight=False, soft_wrap=True
+    )
     console.print(
         f"{len(found.layers)} layers ({schedule}) and {found.mtp_layers} for MTP; {found.text_tensors:,} text and "
         f"{found.vision_tensors:,} vision tensors, {found.fp8_matrices:,} FP8 matrices",

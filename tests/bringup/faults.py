@@ -15,8 +15,9 @@ def _adapter():
 
 def _after_build(change):
     """Call ``change(model)`` for every chunk of a trainer that was just built."""
-    from glm5next_plugin.adapters.megatron.bringup_trainer import MegatronTrainer
     from megatron.core.utils import unwrap_model
+
+    from glm5next_plugin.adapters.megatron.bringup_trainer import MegatronTrainer
 
     right = MegatronTrainer.__init__
 

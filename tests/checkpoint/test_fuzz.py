@@ -26,8 +26,8 @@ from typing import Any
 
 import pytest
 import torch
-from glm5next_plugin.adapters.megatron.convert import convert, open_source
 
+from glm5next_plugin.adapters.megatron.convert import convert, open_source
 from glm5next_plugin.architecture import ConfigError
 from glm5next_plugin.checkpoint.inspection import inspect_source
 from glm5next_plugin.checkpoint.synthetic import make_checkpoint

@@ -111,7 +111,10 @@ def test_a_tensor_that_the_release_lacks_is_named_and_counted(release, tmp_path)
     [
         (lambda t: t.pop("lm_head.weight"), "lm_head.weight is missing"),
         (lambda t: t.update({"lm_head.bias": torch.zeros(3)}), "lm_head.bias"),
-        (lambda t: t.update({"lm_head.weight": torch.zeros(3, 4)}), "has shape [3, 4]; needed by config.json: [64, 64]"),
+        (
+            lambda t: t.update({"lm_head.weight": torch.zeros(3, 4)}),
+            "has shape [3, 4]; needed by config.json: [64, 64]",
+        ),
         (lambda t: t.update({"lm_head.weight": torch.zeros(64, 64, dtype=torch.float16)}), "has dtype F16"),
     ],
     ids=["missing", "unknown", "shape", "dtype"],

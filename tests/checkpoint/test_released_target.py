@@ -1,4 +1,4 @@
-"""What an export writes: FP8 where the release has it, an index that is its files, and weights that transformers loads."""
+"""What an export writes: FP8 where the release has it, an index that is its files, weights that transformers loads."""
 
 import json
 

@@ -25,8 +25,9 @@ def fp32_kinds_through_a_bf16_run(layout: Layout, checkpoint: str, scratch: str)
     import tempfile
     from pathlib import Path
 
-    from glm5next_plugin.adapters import megatron as adapter
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    from glm5next_plugin.adapters import megatron as adapter
 
     bridge, provider, models = build(layout, checkpoint, dtype="bfloat16")
     stages: dict[str, Any] = {"wrapped": {n: t.detach().clone() for n, t in _named_fp32(models).items()}}
@@ -56,8 +57,9 @@ def fp32_kinds_through_a_bf16_run(layout: Layout, checkpoint: str, scratch: str)
 
 def fp32_kinds_cast_by_plain_megatron(layout: Layout, checkpoint: str) -> dict[str, dict[str, torch.Tensor]]:
     """What megatron-core's own Float16Module, and after it ``.bfloat16()``, leave of the fp32 kinds."""
-    from glm5next_plugin.adapters import megatron as adapter
     from megatron.core.transformer.module import Float16Module
+
+    from glm5next_plugin.adapters import megatron as adapter
 
     adapter.initialize()
     provider = adapter.AutoBridge.from_hf_pretrained(checkpoint).to_megatron_provider()
@@ -73,7 +75,6 @@ def fp32_kinds_cast_by_plain_megatron(layout: Layout, checkpoint: str) -> dict[s
 def error_of_build(layout: Layout, checkpoint: str, settings: dict[str, Any]) -> str:
     """The message of the error that building with these provider settings raises, or ``""``."""
     from glm5next_plugin.adapters import megatron as adapter
-
     from glm5next_plugin.errors import InputError
 
     adapter.initialize()
@@ -120,8 +121,9 @@ def errors_of_an_incomplete_table(layout: Layout, checkpoint: str) -> dict[str, 
 
 def logits_from_torch_dist(layout: Layout, checkpoint: str, weights: str, tokens: torch.Tensor) -> torch.Tensor | None:
     """Overwrite every weight, load a distributed checkpoint, and run; the logits, on the last stage."""
-    from glm5next_plugin.adapters import megatron as adapter
     from megatron.core.utils import unwrap_model
+
+    from glm5next_plugin.adapters import megatron as adapter
 
     _, _, models = build(layout, checkpoint, ddp=False)
     for model in unwrap_model(models):
