@@ -115,7 +115,7 @@ def measure(name: str, command: list[str], source: Path, target: Path) -> Run:
     process = psutil.Popen(command, stderr=subprocess.PIPE, text=True)
     while process.poll() is None:
         peak = max(peak, memory_of(process))
-        time.sleep(0.02)
+        time.sleep(0.2)  # reading it costs the kernel milliseconds of a core
     if process.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{process.stderr.read()}")
     flush(target)

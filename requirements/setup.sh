@@ -27,7 +27,7 @@ if [ ! -e "$venv" ]; then
 fi
 rm -f "$ready"
 touch "$unfinished"
-echo "setup: installing requirements/cpu.txt (about 2.8 GB to download, 5 GB on disk)"
+echo "setup: installing requirements/cpu.txt (about 2.8 GB to download, 5.5 GB on disk)"
 "$venv/bin/python" -m pip install --quiet --no-deps -r requirements/cpu.txt
 "$venv/bin/python" -m pip install --quiet --no-deps --no-build-isolation -e .
 # where PYTHONDONTWRITEBYTECODE is set pip leaves that to each process, and one that imports Megatron takes seconds for it

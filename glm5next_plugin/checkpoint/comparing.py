@@ -17,7 +17,6 @@ from .faults import raise_faults
 from .files import aligned_memory
 from .fp8 import Block, dequantize_block, quantize_block
 from .header import tensor_bytes
-from .inventory import FP32_KINDS
 from .pieces import Granularity, Piece, Unit, group, split_rows
 from .sources import Source
 from .torch_dist_format import stream_bytes
@@ -160,14 +159,11 @@ class _Comparer:
             weight, scale = quantize_block(tensors[plain], self._requantised)
             tensors[plain] = dequantize_block(weight, scale, self._requantised).to(torch.bfloat16)
         verdict: Verdict = "equal"
-        if tensors[0].dtype != tensors[1].dtype and not name.endswith(FP32_KINDS):
+        if tensors[0].dtype != tensors[1].dtype:
             tensors = [tensor.to(torch.bfloat16) for tensor in tensors]
             verdict = "rounded"
         a, b = tensors
-        if a.dtype == b.dtype and torch.equal(a.view(_BITS[a.dtype]), b.view(_BITS[b.dtype])):
+        unequal = a.view(_BITS[a.dtype]) != b.view(_BITS[b.dtype])
+        if not unequal.any():
             return _Found(verdict)
-        if a.dtype == b.dtype:
-            differing = int((a.view(_BITS[a.dtype]) != b.view(_BITS[b.dtype])).sum())
-        else:
-            differing = a.numel()
-        return _Found("different", differing, float((a.float() - b.float()).abs().max()))
+        return _Found("different", int(unequal.sum()), float((a.float() - b.float()).abs().max()))

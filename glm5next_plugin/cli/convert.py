@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .one_thread import keep_to_one_thread
 from .progress import byte_progress
 
 
@@ -72,8 +73,7 @@ def convert(
 
     Exit codes: 0 done, 2 bad input or setting, 130 interrupted.
     """
-    # worker processes share the cores; threads of theirs, or a second thread here, would be in their way
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    keep_to_one_thread()
     from glm5next_plugin.adapters.megatron.convert import convert as run
 
     console = Console(stderr=True)
@@ -97,4 +97,4 @@ def convert(
     except KeyboardInterrupt:
         console.print("interrupted; the same command with --resume goes on")
         raise typer.Exit(130) from None
-    console.print(f"{target} written in {time.monotonic() - started:.0f} s")
+    console.print(f"{target} written in {time.monotonic() - started:.0f} s", highlight=False, soft_wrap=True)

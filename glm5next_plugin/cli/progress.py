@@ -5,13 +5,16 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-from glm5next_plugin.checkpoint.job import Progress as Report
+if TYPE_CHECKING:  # it imports torch, which starts threads: see one_thread
+    from glm5next_plugin.checkpoint.job import Progress as Report
 
 _LOG_SECONDS = 30.0
+_BAR_SECONDS = 0.1
 
 
 @contextlib.contextmanager
@@ -26,13 +29,19 @@ def byte_progress(console: Console) -> Iterator[Report]:
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=console,
+            auto_refresh=False,  # would be a thread, and a process with threads cannot be forked
         ) as bar:
             tasks = {}
+            drawn = 0.0
 
             def show(stage: str, done: int, total: int) -> None:
+                nonlocal drawn
                 if stage not in tasks:
                     tasks[stage] = bar.add_task(stage, total=total, completed=done)
                 bar.update(tasks[stage], completed=done, total=total)
+                if time.monotonic() - drawn > _BAR_SECONDS or done >= total:
+                    bar.refresh()
+                    drawn = time.monotonic()
 
             yield show
         return

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .one_thread import keep_to_one_thread
 from .progress import byte_progress
 
 
@@ -40,8 +41,7 @@ def slice(
 
     Exit codes: 0 done, 2 bad input or setting, 130 interrupted.
     """
-    # worker processes share the cores; threads of theirs, or a second thread here, would be in their way
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    keep_to_one_thread()
     from glm5next_plugin.adapters.megatron.convert import open_source, refuse_nested
     from glm5next_plugin.checkpoint.job import run_job
     from glm5next_plugin.checkpoint.released_target import ReleasedTarget
@@ -67,4 +67,4 @@ def slice(
     except KeyboardInterrupt:
         console.print("interrupted; the same command with --resume goes on")
         raise typer.Exit(130) from None
-    console.print(f"{target}: layers {describe(whole.architecture, kept)}", highlight=False)
+    console.print(f"{target}: layers {describe(whole.architecture, kept)}", highlight=False, soft_wrap=True)

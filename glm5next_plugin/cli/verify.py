@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from .one_thread import keep_to_one_thread
 from .progress import byte_progress
 
 _SHOWN = 20
@@ -25,7 +26,7 @@ def verify(
     """Compare two checkpoints tensor by tensor: equal by the bit, across spellings, formats and dtypes.
 
     FP8 counts as its exact dequantisation in BF16; of a BF16 and an FP32 tensor the latter is rounded, and counted
-    apart. A_log, dt_bias, the expert bias and the bases and scales of the hyper-connections are never rounded.
+    apart. A_log, dt_bias, the expert bias and the bases and scales of the hyper-connections must be fp32 on both sides.
 
     [bold]Examples[/bold]
 
@@ -35,8 +36,7 @@ def verify(
 
     Exit codes: 0 equal, 1 unequal, 2 bad input, 130 interrupted.
     """
-    # worker processes share the cores; threads of theirs, or a second thread here, would be in their way
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    keep_to_one_thread()
     from glm5next_plugin.adapters.megatron.convert import open_source
     from glm5next_plugin.checkpoint.comparing import compare
     from glm5next_plugin.checkpoint.torch_dist_layout import needs_base

@@ -4,6 +4,7 @@ import contextlib
 import filecmp
 import json
 import os
+import pty
 import signal
 import subprocess
 import time
@@ -146,3 +147,29 @@ def test_interrupted_by_the_user_it_says_how_to_go_on_and_leaves_no_process(sour
     assert not any(member.is_running() for member in family)
     run_convert(sources["torch_dist"], tmp_path / "target", "--workers", "2", "--resume").check_returncode()
     assert run_glm5next("verify", sources["torch_dist"], tmp_path / "target").returncode == 0
+
+
+@pytest.mark.parametrize("terminal", [False, True], ids=["log", "terminal"])
+def test_its_workers_are_forked_whatever_the_environment_says_of_threads(terminal, sources, tmp_path):
+    """A spawned worker imports everything again: seconds, and half a GB of memory."""
+    ours, theirs = pty.openpty() if terminal else os.pipe()
+    process = psutil.Popen(
+        [GLM5NEXT, "convert", str(sources["torch_dist"]), str(tmp_path / "target"), "--workers", "2"],
+        stderr=theirs,
+        env=os.environ | {"OMP_NUM_THREADS": "4"},
+    )
+    os.close(theirs)
+    family = []
+    while written_by(family) < 10_000_000:
+        family = process.children(recursive=True)
+        assert process.poll() is None
+        time.sleep(0.002)
+    assert len(family) == 2
+    assert all("spawn_main" not in " ".join(worker.cmdline()) for worker in family)
+    shown = b""
+    with contextlib.suppress(OSError):  # so a terminal ends
+        while part := os.read(ours, 65536):
+            shown += part
+    os.close(ours)
+    assert process.wait() == 0
+    assert b"writing" in shown and f"{tmp_path / 'target'} written in".encode() in shown

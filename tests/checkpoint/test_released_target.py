@@ -88,6 +88,21 @@ def test_fp8_of_the_source_is_copied_byte_for_byte(quantised, tmp_path):
         assert torch.equal(tensor.view(torch.uint8), after[name].view(torch.uint8)), name
 
 
+@pytest.mark.parametrize("command", ["convert", "slice"])
+def test_a_nan_among_fp8_codes_is_not_copied(command, quantised, tmp_path):
+    name = sorted(policy())[-1]
+
+    def spoil(tensors):
+        tensors[name].view(torch.uint8)[-1, -1] = 0xFF
+
+    source = edited(quantised, tmp_path / "source", spoil)
+    options = ["--to", "released", "--fp8"] if command == "convert" else ["--layers", "0-7", "--mtp"]
+    result = run_glm5next(command, source, tmp_path / "target", *options)
+    assert result.returncode == 2
+    assert name in result.stderr and "model.safetensors" in result.stderr and "1 value" in result.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["source"]
+
+
 def test_fp8_through_torch_dist_is_the_dequantised_checkpoint(quantised, tmp_path):
     """A second export differs from the first by nothing but what it quantises: a block's largest is 448 already."""
     run_convert(quantised, tmp_path / "dist", "--verify").check_returncode()
