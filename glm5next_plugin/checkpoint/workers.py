@@ -94,9 +94,15 @@ class _Inherited:
 
 def _dispatch(processes: dict[Connection, Any], tasks: list[Any], count: Any, progress: Advance) -> Iterator:
     pending, running, seen = tasks[::-1], {}, 0
-    for connection in processes:
+
+    def start(connection: Connection) -> None:
         running[connection] = pending.pop()
-        connection.send(running[connection])
+        # a worker that has already ended is read below: what it raised, or that it died
+        with contextlib.suppress(BrokenPipeError):
+            connection.send(running[connection])
+
+    for connection in processes:
+        start(connection)
     while running:
         ready = wait(list(running), timeout=_POLL_SECONDS)
         if count.value > seen:
@@ -106,7 +112,7 @@ def _dispatch(processes: dict[Connection, Any], tasks: list[Any], count: Any, pr
             task = running.pop(connection)
             try:
                 outcome, value = connection.recv()
-            except EOFError:
+            except (EOFError, ConnectionResetError):
                 processes[connection].join()
                 raise WorkerDied(
                     f"a worker process ended with exit code {processes[connection].exitcode} at {task}"
@@ -116,8 +122,7 @@ def _dispatch(processes: dict[Connection, Any], tasks: list[Any], count: Any, pr
             # first what is done is the caller's: a worker is never more than one task ahead of what was recorded
             yield task, value
             if pending:
-                running[connection] = pending.pop()
-                connection.send(running[connection])
+                start(connection)
 
 
 def _stop(process: Any) -> None:

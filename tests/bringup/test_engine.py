@@ -108,6 +108,7 @@ def test_it_shares_no_code_with_the_trainer(engine):
         "glm5next_plugin",
         "glm5next_plugin.architecture",
         "glm5next_plugin.errors",
+        "glm5next_plugin.json_text",
     ]
     assert "glm5next_plugin.bringup.grpo" not in modules
 

@@ -46,9 +46,19 @@ def make_broken(advance):
     raise InputError("no handler")
 
 
+@pytest.fixture
 def workers_left():
-    """Children of this process, apart from the one that Python keeps for spawned ones."""
-    return [child for child in psutil.Process().children() if "resource_tracker" not in " ".join(child.cmdline())]
+    """Children of this process that it did not have before, apart from the one that Python keeps for spawned ones."""
+    before = psutil.Process().children()
+
+    def left():
+        return [
+            child
+            for child in psutil.Process().children()
+            if child not in before and "resource_tracker" not in " ".join(child.cmdline())
+        ]
+
+    return left
 
 
 @pytest.fixture(params=["in this process", "fork", "spawn"])
@@ -58,7 +68,7 @@ def workers_of(request, monkeypatch):
     return 1 if request.param == "in this process" else 2
 
 
-def test_each_task_comes_back_once_with_its_result(workers_of):
+def test_each_task_comes_back_once_with_its_result(workers_of, workers_left):
     advanced = []
     done = list(run_tasks(make_square, (100,), range(1, 20), workers=workers_of, progress=advanced.append))
     assert sorted((task, value) for task, (value, _) in done) == [(n, 100 + n * n) for n in range(1, 20)]
@@ -76,7 +86,7 @@ def test_each_task_comes_back_once_with_its_result(workers_of):
         ("defect", (RuntimeError, KeyError), "a key that is not there"),
     ],
 )
-def test_what_a_handler_raises_is_raised_here(workers_of, kind, error, message):
+def test_what_a_handler_raises_is_raised_here(workers_of, workers_left, kind, error, message):
     with pytest.raises(error, match=message):
         list(run_tasks(make_trouble, (kind,), range(10), workers=workers_of, progress=print))
     assert not workers_left()
@@ -88,7 +98,7 @@ def test_a_handler_that_cannot_be_made(workers_of):
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_a_worker_that_dies_is_named_with_its_task(monkeypatch, method):
+def test_a_worker_that_dies_is_named_with_its_task(monkeypatch, workers_left, method):
     monkeypatch.setattr(workers, "_start_method", lambda: method)
     with pytest.raises(WorkerDied, match="exit code -9 at 3"):
         list(run_tasks(make_trouble, ("killed",), range(10), workers=2, progress=print))
