@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 
 import torch
@@ -34,6 +35,8 @@ def initialize(
             torch.distributed.init_process_group(backend)
         else:
             torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+        if backend == "gloo":
+            atexit.register(_end_gloo)
     world = torch.distributed.get_world_size()
     if world % (tensor_parallel * pipeline_parallel) or world % (expert_parallel * pipeline_parallel):
         raise InputError(
@@ -50,3 +53,10 @@ def initialize(
         expert_tensor_parallel_size=1,
     )
     model_parallel_cuda_manual_seed(seed)
+
+
+def _end_gloo() -> None:
+    """Stop gloo's threads: one that outlives the interpreter can end a process that has done its work with SIGABRT."""
+    if torch.distributed.is_initialized():
+        parallel_state.destroy_model_parallel()
+        torch.distributed.destroy_process_group()

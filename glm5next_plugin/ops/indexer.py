@@ -14,8 +14,15 @@ import torch
 
 from .dispatch import Operator
 from .float32 import ieee_float32
-from .packing import document_ids, group_by_length, positions_in_document, ungroup, validate_cu_seqlens
-from .validation import ShapeError, check_cumulative, check_tensor
+from .packing import (
+    document_ids,
+    group_by_length,
+    positions_in_document,
+    spread_rows,
+    ungroup,
+    validate_cu_seqlens,
+)
+from .validation import ShapeError, check_cumulative, check_places, check_tensor
 
 KEY_NORM_EPS = 1e-6
 
@@ -78,6 +85,7 @@ def select_pools_reference(
     cu_pools: torch.Tensor,
     kpool: int,
     topk: int,
+    places: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose the pools of every query: the highest ``sum_h weights[h] * relu(q[h] . pooled * D^-0.5)``, in fp32.
 
@@ -85,18 +93,20 @@ def select_pools_reference(
     lower pool wins (exact zeros are common).
 
     Args:
-        q: ``[T, Hi, D]``, from the *normalised* query latent.
+        q: ``[T, Hi, D]``, from the *normalised* query latent; ``[t, Hi, D]`` with ``places``.
         pooled, cu_pools: from :func:`pool_keys`.
-        weights: ``[T, Hi]``, signed, ``weights_proj(x) * Hi^-0.5``.
+        weights: ``[T, Hi]`` (``[t, Hi]``), signed, ``weights_proj(x) * Hi^-0.5``.
         cu_seqlens: int32 ``[N + 1]``.
         kpool: tokens in a pool.
         topk: tokens to select; a multiple of ``kpool``.
+        places: int64 ``[t]``, the packed tokens that ask, where only some of them do.
 
     Returns:
-        int32 ``[T, topk // kpool]``: pools counted within the document, ascending, -1 behind the last.
+        int32 ``[T, topk // kpool]`` (``[t, ...]``): pools counted within the document, ascending, -1 behind the last.
     """
-    tokens, chosen = q.shape[0], topk // kpool
+    tokens, chosen = q.shape[0] if places is None else int(cu_seqlens[-1]), topk // kpool
     validate_cu_seqlens(cu_seqlens, tokens)
+    q, weights = (spread_rows(rows, places, tokens) for rows in (q, weights))
     groups, results = group_by_length(cu_seqlens), []
     for group in groups:
         pools = torch.arange(group.length // kpool, device=q.device)
@@ -104,7 +114,8 @@ def select_pools_reference(
         candidates = (torch.arange(group.length, device=q.device) + 1) // kpool
         scores = _scores(group.pad(q), pooled[members], group.pad(weights))
         results.append(_best(scores, candidates.expand(scores.shape[:2]), chosen))
-    return ungroup(groups, results, tokens) if groups else q.new_zeros(0, chosen, dtype=torch.int32)
+    ids = ungroup(groups, results, tokens) if groups else q.new_zeros(0, chosen, dtype=torch.int32)
+    return ids if places is None else ids[places]
 
 
 @torch.no_grad()
@@ -251,7 +262,7 @@ def _check_counts(operator: str, kpool: int, topk: int) -> None:
         raise ShapeError(f"{operator}: topk is {topk}, kpool {kpool}; needed: topk a positive multiple of kpool")
 
 
-def _check_select_pools(q, pooled, weights, cu_seqlens, cu_pools, kpool, topk) -> None:
+def _check_select_pools(q, pooled, weights, cu_seqlens, cu_pools, kpool, topk, places=None) -> None:
     check_tensor("select_pools", "q", q, "[T, Hi, D]", (None, None, None))
     tokens, heads, dim = q.shape
     check_tensor("select_pools", "pooled", pooled, "[P, D]", (None, dim))
@@ -259,6 +270,7 @@ def _check_select_pools(q, pooled, weights, cu_seqlens, cu_pools, kpool, topk) -
     check_cumulative("select_pools", "cu_seqlens", cu_seqlens)
     check_tensor("select_pools", "cu_pools", cu_pools, "[N + 1]", tuple(cu_seqlens.shape), torch.int32)
     _check_counts("select_pools", kpool, topk)
+    check_places("select_pools", places, tokens)
 
 
 def _check_pool_keys_step(key, gate, tail_key, tail_gate, ape, seq_lens) -> None:

@@ -52,6 +52,24 @@ def positions_in_document(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor
     return places - cu_seqlens[document_ids(cu_seqlens, tokens)]
 
 
+def spread_rows(rows: torch.Tensor, places: torch.Tensor | None, tokens: int) -> torch.Tensor:
+    """Rows ``[t, ...]`` at ``places`` (int64 ``[t]``) of a packed row ``[tokens, ...]``, zeros elsewhere.
+
+    ``places`` ``None`` says that the rows are the packed row.
+
+    Raises:
+        ShapeError: rows that are not ``tokens``, or a place that is not one of the packed row's.
+    """
+    if places is None:
+        if rows.shape[0] != tokens:
+            raise ShapeError(f"{rows.shape[0]} rows came without places; needed: the {tokens} of the packed row")
+        return rows
+    outside = (places < 0) | (places >= tokens)
+    if outside.any():
+        raise ShapeError(f"places name token {int(places[outside][0])}; needed: 0 to {tokens - 1}")
+    return rows.new_zeros(tokens, *rows.shape[1:]).index_copy(0, places, rows)
+
+
 def pack(padded: torch.Tensor, mask: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Take the real tokens out of a left- or right-padded batch.
 

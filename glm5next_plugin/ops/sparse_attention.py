@@ -6,8 +6,15 @@ import torch
 
 from .dispatch import Operator
 from .indexer import selected_positions
-from .packing import PaddedDocuments, group_by_length, positions_in_document, ungroup, validate_cu_seqlens
-from .validation import ShapeError, check_cumulative, check_tensor
+from .packing import (
+    PaddedDocuments,
+    group_by_length,
+    positions_in_document,
+    spread_rows,
+    ungroup,
+    validate_cu_seqlens,
+)
+from .validation import ShapeError, check_cumulative, check_places, check_tensor
 
 
 def sparse_mla_reference(
@@ -18,6 +25,7 @@ def sparse_mla_reference(
     cu_seqlens: torch.Tensor,
     kpool: int,
     scale: float,
+    places: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax attention of every query over its selected pools and the unfinished tail of its document.
 
@@ -25,23 +33,28 @@ def sparse_mla_reference(
     keys, values and probabilities. A mask stands for the selection: memory grows with the square of the length.
 
     Args:
-        q: ``[T, H, Dqk]``.
+        q: ``[T, H, Dqk]``; ``[t, H, Dqk]`` with ``places``.
         latent: ``[T, R]``, after its norm.
         kv_b: ``[H, Dqk + Dv, R]``.
-        pool_ids: int32 ``[T, k]``: pools of the query's document, -1 for none.
+        pool_ids: int32 ``[T, k]`` (``[t, k]``): pools of the query's document, -1 for none.
         cu_seqlens: int32 ``[N + 1]``.
         kpool: tokens in a pool.
         scale: of the logits, ``Dqk^-0.5``.
+        places: int64 ``[t]``, the packed tokens that ask, where only some of them do.
 
     Returns:
-        out ``[T, H, Dv]`` in ``q.dtype`` and the log of the softmax denominator, fp32 ``[T, H]``. A query without a key
-        has output 0 and log denominator ``-inf``.
+        out ``[T, H, Dv]`` (``[t, ...]``) in ``q.dtype`` and the log of the softmax denominator, fp32 ``[T, H]``. A
+        query without a key has output 0 and log denominator ``-inf``.
 
     Raises:
         ShapeError: a query names a pool that is not finished before it, or is not there.
     """
-    tokens = q.shape[0]
+    tokens = latent.shape[0]
     validate_cu_seqlens(cu_seqlens, tokens)
+    q = spread_rows(q, places, tokens)
+    if places is not None:
+        # a token that does not ask selects no pool
+        pool_ids = spread_rows(pool_ids + 1, places, tokens) - 1
     _validate_pool_ids(pool_ids, cu_seqlens, kpool)
     dim = q.shape[-1]
     expanded = torch.einsum("tr,hdr->thd", latent.float(), kv_b.float())
@@ -55,7 +68,8 @@ def sparse_mla_reference(
         denominators.append(lse.transpose(1, 2))
     if not groups:
         return expanded[..., dim:].to(q.dtype), expanded.new_zeros(q.shape[:2])
-    return ungroup(groups, outputs, tokens).to(q.dtype), ungroup(groups, denominators, tokens)
+    out, lse = ungroup(groups, outputs, tokens).to(q.dtype), ungroup(groups, denominators, tokens)
+    return (out, lse) if places is None else (out[places], lse[places])
 
 
 def sparse_mla_step_reference(
@@ -124,13 +138,14 @@ def _validate_pool_ids(pool_ids: torch.Tensor, cu_seqlens: torch.Tensor, kpool: 
         )
 
 
-def _check(q, latent, kv_b, pool_ids, cu_seqlens, kpool, scale) -> None:
+def _check(q, latent, kv_b, pool_ids, cu_seqlens, kpool, scale, places=None) -> None:
     check_tensor("sparse_mla", "q", q, "[T, H, Dqk]", (None, None, None))
     tokens = q.shape[0]
-    check_tensor("sparse_mla", "latent", latent, "[T, R]", (tokens, None))
+    check_tensor("sparse_mla", "latent", latent, "[T, R]", (tokens if places is None else None, None))
     _check_shared("sparse_mla", q, latent, kv_b, kpool)
     check_tensor("sparse_mla", "pool_ids", pool_ids, "[T, k]", (tokens, None), torch.int32)
     check_cumulative("sparse_mla", "cu_seqlens", cu_seqlens)
+    check_places("sparse_mla", places, tokens)
 
 
 def _check_step(q, latent, kv_b, pool_ids, slot_table, seq_lens, kpool, scale) -> None:

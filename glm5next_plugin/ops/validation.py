@@ -45,6 +45,12 @@ def check_tensor(
         raise ShapeError(f"{operator}: {name} is {tensor.dtype}; needed: {dtype}")
 
 
+def check_places(operator: str, places: torch.Tensor | None, rows: int) -> None:
+    """``places`` is one int64 a row: where in the packed row the operator's queries stand; ``None`` for all of them."""
+    if places is not None:
+        check_tensor(operator, "places", places, "[t]", (rows,), torch.int64)
+
+
 def check_cumulative(operator: str, name: str, cumulative: torch.Tensor) -> None:
     """``cu_seqlens`` and its kin are one-dimensional int32 with at least one entry."""
     check_tensor(operator, name, cumulative, "[N + 1]", (None,), torch.int32)

@@ -1,6 +1,7 @@
 """``glm5next inspect``: the figures of the release as literals, and what is wrong with a checkpoint."""
 
 import json
+import os
 import subprocess
 import sys
 import time

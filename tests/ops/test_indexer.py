@@ -226,6 +226,15 @@ def test_selection_is_the_same_every_run():
     assert all(torch.equal(first, select_pools(*arguments)) for _ in range(3))
 
 
+def test_queries_of_some_tokens_select_what_they_would_among_all():
+    lengths = (1, 5, 37, 0, 50)
+    q, weights, places = torch.randn(93, HEADS, DIM), torch.randn(93, HEADS), torch.randperm(93)[:40]
+    pooled, cu_pools = pool_keys(torch.randn(93, DIM), torch.randn(93, DIM), torch.randn(4, DIM), packed(*lengths))
+    whole = select_pools(q, pooled, weights, packed(*lengths), cu_pools, 4, 16)
+    some = select_pools(q[places], pooled, weights[places], packed(*lengths), cu_pools, 4, 16, places)
+    assert torch.equal(some, whole[places]) and (whole[places] >= 4).any()
+
+
 def test_selection_has_no_gradient():
     q, key = torch.randn(9, HEADS, DIM, requires_grad=True), torch.randn(9, DIM, requires_grad=True)
     pooled, cu_pools = pool_keys(key, key, torch.zeros(4, DIM), packed(9))
@@ -367,6 +376,8 @@ def test_steps_break_ties_as_the_packed_form():
         (dict(topk=10), "topk is 10, kpool 4; needed: topk a positive multiple of kpool"),
         (dict(pooled=torch.zeros(2, 5)), r"pooled has shape \[2, 5\]; needed: \[P, D\] = \[any, 16\]"),
         (dict(weights=torch.zeros(9, 3)), r"weights has shape \[9, 3\]; needed: \[T, Hi\] = \[9, 4\]"),
+        (dict(places=torch.arange(8)), r"places has shape \[8\]; needed: \[t\] = \[9\]"),
+        (dict(places=torch.arange(9, dtype=torch.int32)), "places is torch.int32; needed: torch.int64"),
         (dict(cu_pools=packed(1, 1)), r"cu_pools has shape \[3\]; needed: \[N \+ 1\] = \[2\]"),
     ],
 )

@@ -92,6 +92,16 @@ def test_matches_gathering_in_fp64(kpool, chosen):
     assert_same_values_and_gradients(found, expected, inputs)
 
 
+def test_queries_of_some_tokens_get_what_all_would_give_them():
+    lengths, kpool = (1, 5, 16, 37, 0, 2), 4
+    places = torch.randperm(sum(lengths))[:29]
+    (q, latent, kv_b), pool_ids = _inputs(sum(lengths)), _random_pools(lengths, kpool, 3)
+    found = sparse_mla(q[places], latent, kv_b, pool_ids[places], packed(*lengths), kpool, SCALE, places)
+    expected = [rows[places] for rows in sparse_mla(q, latent, kv_b, pool_ids, packed(*lengths), kpool, SCALE)]
+    assert_same_values_and_gradients(found, expected, (q, latent, kv_b))
+    assert torch.equal(found[0], expected[0])
+
+
 def test_zero_query_averages_its_selection():
     latent = torch.tensor([[1.0], [2.0], [3.0], [4.0], [10.0]])
     kv_b = torch.tensor([[[7.0], [1.0]]])
@@ -224,6 +234,9 @@ def test_pool_that_a_query_cannot_see_is_refused(token, pool, finished):
         ("kv_b", torch.zeros(3, 8, 10), r"kv_b has 8 rows a head; needed: more than Dqk \(8\)"),
         ("pool_ids", torch.zeros(5, 2, dtype=torch.int64), "pool_ids is torch.int64; needed: torch.int32"),
         ("kpool", 0, "kpool is 0; needed: at least 1"),
+        ("places", torch.arange(4), r"places has shape \[4\]; needed: \[t\] = \[5\]"),
+        ("places", torch.arange(5, dtype=torch.int32), "places is torch.int32; needed: torch.int64"),
+        ("places", torch.tensor([0, 1, 2, 3, 5]), "places name token 5; needed: 0 to 4"),
     ],
 )
 def test_wrong_arguments_are_refused(name, wrong, message):
