@@ -15,7 +15,7 @@ from glm5next_plugin.ops.sparse_attention import sparse_mla
 from .indexer import PooledIndexer
 from .linear import ReplicatedLinear
 from .norm import RMSNorm
-from .packing import cumulative_lengths, from_packed, to_packed
+from .packing import PackedTokens, from_packed, to_packed
 
 
 class SparseLatentAttention(MegatronModule):
@@ -23,6 +23,7 @@ class SparseLatentAttention(MegatronModule):
 
     The operator takes the query heads, the latents and ``linear_kv_up_proj``'s weight and decides itself whether keys
     and values are expanded or absorbed; so this module is no subclass of the stock absorbed MLA, which fixes that.
+    Under context parallel the latents of all ranks are gathered, and each rank asks for its own tokens.
     """
 
     def __init__(
@@ -37,7 +38,7 @@ class SparseLatentAttention(MegatronModule):
         a = config.architecture
         self.layer_number = layer_number
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         self.local_heads = a.num_attention_heads // self.tp_group.size()
 
         def column(input_size: int, output_size: int) -> ColumnParallelLinear:
@@ -81,16 +82,16 @@ class SparseLatentAttention(MegatronModule):
         if self.config.sequence_parallel:
             # each rank attends with its own heads: gradients of the latents are partial sums over TP
             kv_latent = gather_from_sequence_parallel_region(kv_latent, group=self.tp_group)
-        kv_latent = to_packed(kv_latent)
-        cu_seqlens = cumulative_lengths(packed_seq_params, query.shape[0] // batch, batch, query.device)
-        pool_ids = self.indexer(hidden_states, query_latent, cu_seqlens)
+        tokens = PackedTokens.of(packed_seq_params, query.shape[0] // batch, batch, query.device, self.cp_group)
+        pool_ids = self.indexer(hidden_states, query_latent, tokens)
         output, _ = sparse_mla(
             query.view(-1, self.local_heads, a.qk_head_dim),
-            kv_latent,
+            tokens.gather(to_packed(kv_latent)),
             self.linear_kv_up_proj.weight.view(self.local_heads, a.qk_head_dim + a.v_head_dim, a.kv_lora_rank),
             pool_ids,
-            cu_seqlens,
+            tokens.cu_seqlens,
             a.index_kpool,
             a.softmax_scale,
+            tokens.places,
         )
         return self.linear_proj(from_packed(output.flatten(-2), batch))[0], None

@@ -10,7 +10,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from glm5next_plugin.ops.indexer import key_norm, pool_keys, select_pools
 
 from .linear import ReplicatedLinear
-from .packing import to_packed
+from .packing import PackedTokens, from_packed, to_packed
 from .parameters import parameter_device
 
 
@@ -52,15 +52,16 @@ class PooledIndexer(MegatronModule):
         self.requires_grad_(False)
 
     @torch.no_grad()
-    def forward(
-        self, hidden_states: torch.Tensor, query_latent: torch.Tensor, cu_seqlens: torch.Tensor
-    ) -> torch.Tensor:
-        """Select pools for every query.
+    def forward(self, hidden_states: torch.Tensor, query_latent: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        """Select pools for every query of this rank.
+
+        Keys are pooled over whole documents, so every rank sees the keys of all; it scores the queries of its own
+        shard only, and tensor parallel ranks tell each other what they selected.
 
         Args:
             hidden_states: ``[s, b, h]`` (``s / tp`` under sequence parallel).
             query_latent: the *normalised* query latent ``[s, b, q_lora_rank]``, split like ``hidden_states``.
-            cu_seqlens: int32 ``[documents + 1]`` over the packed row of ``b * s`` tokens.
+            tokens: where the ``b * s`` tokens of this rank stand.
 
         Returns:
             int32 ``[b * s, index_topk / index_kpool]``: pools within the document, ascending, -1 behind the last.
@@ -68,19 +69,27 @@ class PooledIndexer(MegatronModule):
         a = self.config.architecture
         key = self.k_norm(self.wk(hidden_states))
         gate = torch.nn.functional.linear(hidden_states, self.index_kpool_compress_gate)
-        projections = [self.wq_b(query_latent), key, gate, self.weights_proj(hidden_states)]
-        if self.config.sequence_parallel:
-            widths = [projection.shape[-1] for projection in projections]
-            gathered = gather_from_sequence_parallel_region(torch.cat(projections, dim=-1), group=self.tp_group)
-            projections = gathered.split(widths, dim=-1)
-        query, key, gate, weights = (to_packed(projection) for projection in projections)
-        pooled, cu_pools = pool_keys(key, gate, self.index_kpool_compress_ape, cu_seqlens)
-        return select_pools(
+        key, gate = self._whole(torch.cat([key, gate], dim=-1), tokens).chunk(2, dim=-1)
+        pooled, cu_pools = pool_keys(key, gate, self.index_kpool_compress_ape, tokens.cu_seqlens)
+        query = to_packed(self.wq_b(query_latent))
+        weights = to_packed(self.weights_proj(hidden_states))
+        pool_ids = select_pools(
             query.view(-1, a.index_n_heads, a.index_head_dim),
             pooled,
             weights.float() * a.index_n_heads**-0.5,
-            cu_seqlens,
+            tokens.cu_seqlens,
             cu_pools,
             a.index_kpool,
             a.index_topk,
+            tokens.places_of_shard(self.tp_group),
         )
+        if not self.config.sequence_parallel:
+            return pool_ids
+        shard = from_packed(pool_ids, tokens.batch)
+        return to_packed(gather_from_sequence_parallel_region(shard, group=self.tp_group))
+
+    def _whole(self, rows: torch.Tensor, tokens: PackedTokens) -> torch.Tensor:
+        """A shard's rows ``[s, b, c]`` to the packed rows of all ranks ``[T, c]``: first TP, then CP."""
+        if self.config.sequence_parallel:
+            rows = gather_from_sequence_parallel_region(rows, group=self.tp_group)
+        return tokens.gather(to_packed(rows))

@@ -1,4 +1,4 @@
-"""Kimi Delta Attention with its heads split over tensor parallel ranks."""
+"""Kimi Delta Attention with its heads split over tensor parallel and context parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from glm5next_plugin.ops.kda import kda, kda_gate
 from glm5next_plugin.ops.short_conv import short_conv
 
 from .float32 import KeepsFloat32
+from .head_exchange import HeadExchange
 from .linear import ReplicatedLinear
 from .norm import GatedRMSNorm
-from .packing import cumulative_lengths, from_packed, to_packed
+from .packing import PackedTokens, from_packed, to_packed
 from .parameters import mark_split, parameter_device, sharded_split_parameters
 
 
@@ -34,9 +35,9 @@ class ShortConvolution(MegatronModule):
             torch.nn.init.uniform_(self.weight, -(width**-0.5), width**-0.5)
         mark_split(self.weight)
 
-    def forward(self, rows: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        """Convolve and activate packed rows ``[T, channels / tp]``."""
-        return short_conv(rows, self.weight, cu_seqlens)
+    def forward(self, rows: torch.Tensor, cu_seqlens: torch.Tensor, channels: slice) -> torch.Tensor:
+        """Convolve and activate packed rows ``[T, channels]`` with these channels of the weight."""
+        return short_conv(rows, self.weight[channels], cu_seqlens)
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
         """Axis 0 of the weight is split over TP."""
@@ -45,6 +46,10 @@ class ShortConvolution(MegatronModule):
 
 class KimiDeltaAttention(KeepsFloat32, MegatronModule):
     """Linear attention with a per-channel decay and the delta rule (``ops.kda``), a rank's share of the heads.
+
+    Under context parallel a rank projects its own tokens, then swaps them for all tokens of ``1 / cp`` of its heads
+    (:class:`.HeadExchange`): convolution and recurrence see whole documents. Every rank keeps the parameters of all
+    heads of its TP rank, of which it uses its share.
 
     The projections have stock parallel classes and the table in :mod:`.bridge` gives their names on disk. ``A_log``
     ``[heads / tp]`` and ``dt_bias`` ``[heads * head_dim / tp]`` are always fp32.
@@ -62,7 +67,7 @@ class KimiDeltaAttention(KeepsFloat32, MegatronModule):
         a = config.architecture
         self.layer_number = layer_number
         pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        self.tp_group = pg_collection.tp
+        self.tp_group, self.cp_group = pg_collection.tp, pg_collection.cp
         tp = self.tp_group.size()
         self.local_heads, self.head_dim = a.kda_num_heads // tp, a.kda_head_dim
 
@@ -115,23 +120,30 @@ class KimiDeltaAttention(KeepsFloat32, MegatronModule):
         """``[s, b, h]`` (``s / tp`` under sequence parallel) to the same shape; there is no bias."""
 
         def project(linear, x):
-            return to_packed(linear(x)[0])
+            return to_packed(linear(x)[0]).unflatten(-1, (self.local_heads, -1))
 
-        q, k, v = (project(linear, hidden_states) for linear in (self.linear_q, self.linear_k, self.linear_v))
-        raw_decay = project(self.linear_f_b, self.linear_f_a(hidden_states))
+        projections = [project(linear, hidden_states) for linear in (self.linear_q, self.linear_k, self.linear_v)]
+        projections += [
+            project(self.linear_f_b, self.linear_f_a(hidden_states)),
+            project(self.linear_beta, hidden_states),
+        ]
         gate = project(self.linear_g_b, self.linear_g_a(hidden_states))
-        beta = torch.sigmoid(project(self.linear_beta, hidden_states).float())
 
         batch = hidden_states.shape[1]
-        cu_seqlens = cumulative_lengths(packed_seq_params, q.shape[0] // batch, batch, q.device)
-        heads = (-1, self.local_heads, self.head_dim)
+        tokens = PackedTokens.of(packed_seq_params, gate.shape[0] // batch, batch, gate.device, self.cp_group)
+        exchange = HeadExchange(tokens, self.local_heads)
+        mine = exchange.to_heads(torch.cat(projections, dim=-1))
+        q, k, v, raw_decay, beta = mine.split([self.head_dim] * 4 + [1], dim=-1)
+        channels = slice(exchange.mine.start * self.head_dim, exchange.mine.stop * self.head_dim)
         q, k, v = (
-            conv(rows, cu_seqlens).view(heads)
+            conv(rows.flatten(-2), tokens.cu_seqlens, channels).view(-1, exchange.heads, self.head_dim)
             for conv, rows in ((self.q_conv1d, q), (self.k_conv1d, k), (self.v_conv1d, v))
         )
-        log_decay = kda_gate(raw_decay.view(heads), self.A_log, self.dt_bias, self.config.architecture.gate_lower_bound)
-        output, _ = kda(q, k, v, log_decay, beta, cu_seqlens)
-        output = self.o_norm(output, gate.view(heads)).flatten(-2)
+        log_decay = kda_gate(
+            raw_decay, self.A_log[exchange.mine], self.dt_bias[channels], self.config.architecture.gate_lower_bound
+        )
+        output, _ = kda(q, k, v, log_decay, torch.sigmoid(beta.squeeze(-1).float()), tokens.cu_seqlens)
+        output = self.o_norm(exchange.to_tokens(output), gate).flatten(-2)
         return self.linear_proj(from_packed(output, batch))[0], None
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):

@@ -16,6 +16,7 @@ def initialize(
     tensor_parallel: int = 1,
     pipeline_parallel: int = 1,
     expert_parallel: int = 1,
+    context_parallel: int = 1,
     *,
     virtual_pipeline_parallel: int | None = None,
     seed: int = 0,
@@ -38,17 +39,19 @@ def initialize(
         if backend == "gloo":
             atexit.register(_end_gloo)
     world = torch.distributed.get_world_size()
-    if world % (tensor_parallel * pipeline_parallel) or world % (expert_parallel * pipeline_parallel):
+    dense = tensor_parallel * context_parallel * pipeline_parallel
+    if world % dense or world % (expert_parallel * pipeline_parallel):
         raise InputError(
-            f"{world} processes; needed: a multiple of tensor_parallel x pipeline_parallel "
-            f"({tensor_parallel} x {pipeline_parallel}) and of expert_parallel x pipeline_parallel "
-            f"({expert_parallel} x {pipeline_parallel})"
+            f"{world} processes; needed: a multiple of tensor_parallel x context_parallel x pipeline_parallel "
+            f"({tensor_parallel} x {context_parallel} x {pipeline_parallel}) and of expert_parallel x "
+            f"pipeline_parallel ({expert_parallel} x {pipeline_parallel})"
         )
     parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=tensor_parallel,
         pipeline_model_parallel_size=pipeline_parallel,
         virtual_pipeline_model_parallel_size=virtual_pipeline_parallel,
+        context_parallel_size=context_parallel,
         expert_model_parallel_size=expert_parallel,
         expert_tensor_parallel_size=1,
     )

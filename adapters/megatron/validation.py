@@ -44,7 +44,6 @@ _REQUIRED: dict[str, tuple[tuple[Any, ...], str]] = {
     "overlap_moe_expert_parallel_comm": ((False,), "the overlapped schedule bypasses the layers' forward"),
     "delay_wgrad_compute": ((False,), "delayed weight gradients need TransformerEngine linears"),
     "expert_tensor_parallel_size": ((1,), "experts are split over expert parallel ranks, never within"),
-    "context_parallel_size": ((1,), "pools of the indexer would straddle ranks"),
     "mtp_num_layers": ((None, 0), "the MTP layer is not trained: its tensors are carried over"),
     "hetereogenous_dist_checkpoint": ((True,), "a checkpoint would assume that all layers are alike"),
 }
@@ -93,10 +92,11 @@ def validate_config(config: Any) -> None:
 
 def _parallel_faults(config: Any, architecture: Architecture) -> list[str]:
     faults = []
-    tp, pp, ep = (
+    tp, pp, ep, cp = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
         config.expert_model_parallel_size,
+        config.context_parallel_size,
     )
     if tp > 1 and not config.sequence_parallel:
         faults.append(
@@ -109,6 +109,11 @@ def _parallel_faults(config: Any, architecture: Architecture) -> list[str]:
     ):
         if count % tp:
             faults.append(f"tensor_model_parallel_size is {tp}; needed: a divisor of {what} ({count})")
+    if cp > 1 and architecture.kda_num_heads % (tp * cp):
+        faults.append(
+            f"context_parallel_size is {cp}; needed: with tensor_model_parallel_size ({tp}) a divisor of "
+            f"linear_attn_config.num_heads ({architecture.kda_num_heads}), since KDA splits its heads over both"
+        )
     if architecture.n_routed_experts % ep:
         faults.append(
             f"expert_model_parallel_size is {ep}; needed: a divisor of n_routed_experts "

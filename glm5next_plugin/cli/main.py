@@ -22,6 +22,7 @@ COMMANDS = {
     "convert": "Convert a checkpoint between the released format and Megatron's torch_dist, BF16 and FP8.",
     "doctor": "Show versions, adapters and kernels: found, needed, and what to install.",
     "inspect": "Show what is in a checkpoint, and what is missing or wrong, from its headers.",
+    "plan": "Choose parallel sizes for a cluster, and show what every rank holds.",
     "slice": "Make a checkpoint of some layers of another.",
     "verify": "Compare two checkpoints tensor by tensor, across formats, spellings and dtypes.",
 }

@@ -36,3 +36,25 @@ def checkpoints(tmp_path_factory):
         return made[kpool]
 
     return checkpoint
+
+
+@pytest.fixture(scope="session")
+def deep(tmp_path_factory):
+    """A small fp32 checkpoint with the release's 45 layers: DSA every fourth and last, the first three dense."""
+    architecture = variants.tiny(
+        num_hidden_layers=45,
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=32,
+        num_attention_heads=2,
+        qk_head_dim=16,
+        v_head_dim=16,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        index_n_heads=16,
+        n_routed_experts=8,
+        linear_attn_config=dict(num_heads=2, head_dim=16),
+    )
+    path = tmp_path_factory.mktemp("deep") / "checkpoint"
+    return make_checkpoint(path, architecture, seed=4, dtype="float32", init=INITIALIZATION)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .packed_batch import PackedBatch
 from .process_pool import Layout
 
 
@@ -17,6 +19,7 @@ def build(layout: Layout, checkpoint: str, *, dtype: str = "float32", ddp: bool 
         layout.tp,
         layout.pp,
         layout.ep,
+        layout.cp,
         virtual_pipeline_parallel=dict(layout.provider).get("virtual_pipeline_model_parallel_size"),
     )
     bridge = adapter.AutoBridge.from_hf_pretrained(checkpoint)
@@ -25,6 +28,7 @@ def build(layout: Layout, checkpoint: str, *, dtype: str = "float32", ddp: bool 
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
+        context_parallel_size=layout.cp,
         sequence_parallel=layout.tp > 1,
         parallel_output=False,
         **dict(layout.provider),
@@ -33,28 +37,13 @@ def build(layout: Layout, checkpoint: str, *, dtype: str = "float32", ddp: bool 
     from megatron.core.distributed import DistributedDataParallelConfig
 
     models = provider.provide_distributed_model(
-        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True) if ddp else None, wrap_with_ddp=ddp
+        ddp_config=DistributedDataParallelConfig(grad_reduce_in_fp32=True, **dict(layout.ddp)) if ddp else None,
+        wrap_with_ddp=ddp,
     )
     return bridge, provider, models
 
 
-def packed_parameters(lengths: list[int] | None):
-    """PackedSeqParams of documents with these lengths, or None."""
-    if lengths is None:
-        return None
-    from megatron.core.packed_seq_params import PackedSeqParams
-
-    boundaries = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=boundaries,
-        cu_seqlens_kv=boundaries,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
-
-
-def direction(shape: torch.Size, seed: int) -> torch.Tensor:
+def direction(shape: Sequence[int], seed: int) -> torch.Tensor:
     """A fixed random direction: the loss is the mean product of the logits with it."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -62,63 +51,98 @@ def direction(shape: torch.Size, seed: int) -> torch.Tensor:
 def forward_backward(
     layout: Layout,
     checkpoint: str,
-    batches: list[torch.Tensor],
-    lengths: list[int] | None = None,
+    batches: list[torch.Tensor | PackedBatch],
     backward: bool = True,
     margins: bool = False,
 ) -> dict[str, Any]:
     """Logits of every micro-batch and gradients by released name.
 
     Args:
-        batches: token ids ``[b, s]`` a micro-batch; data parallel ranks take turns.
-        lengths: documents of a packed row (``b`` is 1 then).
+        batches: token ids ``[b, s]``, or packed documents, a micro-batch; data parallel ranks take turns. The loss is
+            the mean of all real tokens' products with :func:`direction`.
         margins: also the smallest gap between a chosen and a rejected score of router and indexer.
 
     Returns:
-        ``logits`` (last stage; micro-batch -> ``[b, s, vocab]``), ``grad_norm``, ``gradients`` (rank 0) and
+        ``logits`` (last stage; micro-batch -> ``[b, s / cp, vocab]``), ``places`` (where those ``s / cp`` stand in the
+        whole row), ``grad_norm``, ``gradients`` (rank 0) and
         ``margins``.
     """
-    from megatron.core import parallel_state
     from megatron.core.distributed import finalize_model_grads
-    from megatron.core.pipeline_parallel import get_forward_backward_func
 
     from .selection_margins import recording
 
-    bridge, provider, models = build(layout, checkpoint)
-    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    mine = list(range(data_rank, len(batches), data_size))
-    logits: dict[int, torch.Tensor] = {}
-
-    def step(indices, model):
-        index = next(indices)
-        tokens = batches[index]
-        output = model(
-            input_ids=tokens, position_ids=None, attention_mask=None, packed_seq_params=packed_parameters(lengths)
-        )
-
-        def loss(output):
-            logits[index] = output.detach().clone()
-            value = (output * direction(output.shape, index)).mean()
-            return value, {}
-
-        return output, loss
-
+    bridge, _, models = build(layout, checkpoint)
     with recording(enabled=margins) as smallest:
-        get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(mine) for _ in models] if len(models) > 1 else iter(mine),
-            model=models,
-            num_microbatches=len(mine),
-            seq_length=batches[0].shape[1],
-            micro_batch_size=batches[0].shape[0],
-            forward_only=not backward,
-        )
-    answer: dict[str, Any] = {"logits": logits, "margins": dict(smallest)}
+        logits, places = run_pipeline(models, batches, backward)
+    answer: dict[str, Any] = {"logits": logits, "places": places, "margins": dict(smallest)}
     if backward:
         finalize_model_grads(models)
         answer["grad_norm"] = grad_norm(models)
         answer["gradients"] = gradients_by_released_name(bridge, models)
     return answer
+
+
+def run_pipeline(
+    models, batches: list[torch.Tensor | PackedBatch], backward: bool = True
+) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
+    """One forward (and backward) over this data parallel rank's micro-batches: logits and where they stand."""
+    from megatron.core import parallel_state
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    data_rank, data_size = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    mine = list(range(data_rank, len(batches), data_size))
+    logits: dict[int, torch.Tensor] = {}
+    places: dict[int, torch.Tensor] = {}
+    cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
+
+    def step(indices, model):
+        index = next(indices)
+        batch = batches[index]
+        row = batch.row().unsqueeze(0) if isinstance(batch, PackedBatch) else batch
+        whole = batch if isinstance(batch, PackedBatch) else PackedBatch([row[0]])
+        places[index] = whole.places(cp_rank, cp_size)
+        output = model(
+            input_ids=row[:, places[index]],
+            position_ids=None,
+            attention_mask=None,
+            packed_seq_params=whole.parameters() if whole is batch else None,
+        )
+
+        def loss(output):
+            logits[index] = output.detach().clone()
+            weight = torch.zeros(*row.shape, output.shape[-1])
+            real = whole.real_places()
+            weight[:, real] = direction((row.shape[0], len(real), output.shape[-1]), index)
+            return (output * weight[:, places[index]]).sum() / weight[:, real].numel(), {}
+
+        return output, loss
+
+    get_forward_backward_func()(
+        forward_step_func=step,
+        data_iterator=[iter(mine) for _ in models] if len(models) > 1 else iter(mine),
+        model=models,
+        num_microbatches=len(mine),
+        seq_length=1,  # variable_seq_lengths: stages tell each other the shapes
+        micro_batch_size=1,
+        forward_only=not backward,
+    )
+    return logits, places
+
+
+def error_of_forward(
+    layout: Layout, checkpoint: str, batch: torch.Tensor, packed: PackedBatch, qkv_format: str = "thd"
+) -> str:
+    """What a forward pass over ``batch`` ``[b, s]`` is refused with."""
+    from glm5next_plugin.errors import InputError
+
+    _, _, models = build(layout, checkpoint, ddp=False)
+    parameters = packed.parameters()
+    parameters.qkv_format = qkv_format
+    try:
+        models[0](input_ids=batch, position_ids=None, attention_mask=None, packed_seq_params=parameters)
+    except InputError as error:
+        return str(error)
+    return ""
 
 
 def grad_norm(models) -> float:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .layout_runs import build, direction, packed_parameters
+from .layout_runs import build, direction
+from .packed_batch import PackedBatch
 from .process_pool import Layout
 
 FP32_SUFFIXES = ("A_log", "dt_bias", "_hc.base", "_hc.scale", "router.expert_bias")
@@ -244,7 +245,7 @@ def documents_after_change(layout: Layout, checkpoint: str, lengths: list[int], 
             position_ids=None,
             attention_mask=None,
             decoder_input=embedded,
-            packed_seq_params=packed_parameters(lengths),
+            packed_seq_params=PackedBatch([torch.zeros(length) for length in lengths]).parameters(),
         )
         (logits * direction(logits.shape, 1)).sum().backward()
         runs.append((logits.detach()[0], embedded.grad[:, 0]))

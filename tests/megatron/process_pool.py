@@ -19,12 +19,15 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ep: int = 1
+    cp: int = 1
     world: int = 1
     provider: tuple[tuple[str, Any], ...] = ()
+    ddp: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        extra = "".join(f"-{name}={value}" for name, value in self.provider)
-        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}-world{self.world}{extra}"
+        extra = "".join(f"-{name}={value}" for name, value in (*self.provider, *self.ddp))
+        cp = f"-cp{self.cp}" if self.cp > 1 else ""
+        return f"tp{self.tp}-pp{self.pp}-ep{self.ep}{cp}-world{self.world}{extra}"
 
 
 class ProcessPool:

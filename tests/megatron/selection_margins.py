@@ -29,7 +29,8 @@ def recording(enabled: bool) -> Iterator[dict[str, float]]:
         smallest["router"] = min(smallest["router"], gap.min().item())
         return select_experts(scores, top_k)
 
-    def pools(q, pooled, weights, cu_seqlens, cu_pools, kpool, topk):
+    def pools(q, pooled, weights, cu_seqlens, cu_pools, kpool, topk, places=None):
+        assert places is None, "margins are read in one process"
         q64, pooled64, weights64 = q.double(), pooled.double(), weights.double()
         for document, start in enumerate(cu_seqlens[:-1].tolist()):
             end, first = int(cu_seqlens[document + 1]), int(cu_pools[document])

@@ -5,6 +5,7 @@ import torch
 
 from . import hf_reference
 from .layout_runs import direction
+from .packed_batch import PackedBatch
 from .process_pool import Layout
 
 LENGTHS = [1, 3, 4, 5, *range(15, 22), 63, 64, 65, 130]
@@ -42,8 +43,7 @@ def test_packed_documents_equal_hf_one_by_one(pool, checkpoints, kpool):
         RUN,
         Layout(),
         checkpoint=str(checkpoints(kpool)),
-        batches=[torch.cat(documents, dim=1)],
-        lengths=lengths,
+        batches=[PackedBatch([document[0] for document in documents])],
         backward=False,
     )
     reference = hf_reference.load(checkpoints(kpool))

@@ -32,7 +32,7 @@ LOAD = "tests.megatron.module_runs:error_of_load"
         ({"moe_router_topk": 2}, ["moe_router_topk is 2; needed: 4"]),
         ({"recompute_granularity": "selective"}, ["recompute_granularity is 'selective'"]),
         ({"mtp_num_layers": 1}, ["mtp_num_layers is 1; needed: None", "not trained"]),
-        ({"context_parallel_size": 2}, ["context_parallel_size is 2; needed: 1"]),
+        ({"context_parallel_size": 3}, ["context_parallel_size is 3", "divisor of linear_attn_config.num_heads (4)"]),
         (
             {"pipeline_model_parallel_size": 2, "variable_seq_lengths": False},
             ["variable_seq_lengths is False; needed: True"],
