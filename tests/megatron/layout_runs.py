@@ -102,18 +102,19 @@ def run_pipeline(
         whole = batch if isinstance(batch, PackedBatch) else PackedBatch([row[0]])
         places[index] = whole.places(cp_rank, cp_size)
         output = model(
-            input_ids=row[:, places[index]],
+            input_ids=row[:, places[index]].to(torch.cuda.current_device()),
             position_ids=None,
             attention_mask=None,
             packed_seq_params=whole.parameters() if whole is batch else None,
         )
 
         def loss(output):
-            logits[index] = output.detach().clone()
+            logits[index] = output.detach().float().cpu()
             weight = torch.zeros(*row.shape, output.shape[-1])
             real = whole.real_places()
             weight[:, real] = direction((row.shape[0], len(real), output.shape[-1]), index)
-            return (output * weight[:, places[index]]).sum() / weight[:, real].numel(), {}
+            product = output.float() * weight[:, places[index]].to(output.device)
+            return product.sum() / weight[:, real].numel(), {}
 
         return output, loss
 

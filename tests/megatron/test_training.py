@@ -1,6 +1,7 @@
 """Three optimizer steps in parallel layouts against one process: how far every parameter moved."""
 
 import pytest
+import torch
 from safetensors import safe_open
 
 from .packed_batch import PackedBatch
@@ -62,3 +63,28 @@ def test_three_steps(pool, checkpoints, before, one_process, name):
     assert errors[worst] <= 1e-3, (worst, errors[worst])
     for step, norm in enumerate(one_process["norms"]):
         assert abs(answers[0]["norms"][step] / norm - 1) <= 1e-4
+
+
+def test_steps_below_a_rounding_of_bf16_add_up_in_fp32_masters(pool, checkpoints):
+    """A weight near 0.05 has neighbours 2.4e-4 apart in bf16: a step of 1e-5 alone is mostly lost, twelve are not."""
+    moved = {}
+    for steps in (1, 12):
+        layout = Layout(world=2, ddp=tuple(OVERLAPPED.items()))
+        answers = pool.run(
+            TRAIN,
+            layout,
+            checkpoint=str(checkpoints(4)),
+            batches=BATCHES[2:],
+            steps=steps,
+            lr=1e-5,
+            dtype="bfloat16",
+        )
+        assert answers[0]["masters"] == ["torch.float32"]
+        moved[steps] = answers[0]["weights"]
+    name = "model.language_model.layers.0.self_attn.q_proj.weight"
+    with safe_open(next(checkpoints(4).glob("*.safetensors")), "pt") as stored:
+        assert name in stored.keys()
+        start = stored.get_tensor(name).to(torch.bfloat16)
+    changed = {steps: (weights[name] != start).float().mean().item() for steps, weights in moved.items()}
+    assert moved[1][name].dtype == torch.bfloat16
+    assert 0 < changed[1] < 0.1 and changed[12] > 5 * changed[1], changed
