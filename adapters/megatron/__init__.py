@@ -7,7 +7,8 @@ Stable names, imported when first used (the package itself loads no framework):
 * ``glm5next_layer_spec``: the layer specs of a pipeline stage, for code that builds its own GPTModel;
 * ``initialize``: process groups and seeds, on NCCL or, without a GPU, gloo;
 * ``save_checkpoint``: the released spelling, from any parallel layout;
-* ``save_torch_dist``, ``load_torch_dist``: Megatron's distributed checkpoints.
+* ``save_torch_dist``, ``load_torch_dist``: Megatron's distributed checkpoints;
+* ``attach_replay``, ``recorded``, ``set_router_replay``: choices of routers and indexers, repeated and recorded.
 """
 
 import importlib
@@ -20,6 +21,9 @@ _HOMES = {
     "save_checkpoint": ".export",
     "save_torch_dist": ".torch_dist",
     "load_torch_dist": ".torch_dist",
+    "attach_replay": ".replay",
+    "recorded": ".replay",
+    "set_router_replay": ".replay",
 }
 __all__ = list(_HOMES)
 

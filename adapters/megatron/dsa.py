@@ -16,6 +16,7 @@ from .indexer import PooledIndexer
 from .linear import ReplicatedLinear
 from .norm import RMSNorm
 from .packing import PackedTokens, from_packed, to_packed
+from .replay import replay_of
 
 
 class SparseLatentAttention(MegatronModule):
@@ -83,7 +84,16 @@ class SparseLatentAttention(MegatronModule):
             # each rank attends with its own heads: gradients of the latents are partial sums over TP
             kv_latent = gather_from_sequence_parallel_region(kv_latent, group=self.tp_group)
         tokens = PackedTokens.of(packed_seq_params, query.shape[0] // batch, batch, query.device, self.cp_group)
-        pool_ids = self.indexer(hidden_states, query_latent, tokens)
+        replay = replay_of(packed_seq_params)
+        if replay is None:
+            pool_ids = self.indexer(hidden_states, query_latent, tokens)
+        else:
+            pool_ids = replay.choose(
+                "indexer",
+                self.layer_number - 1,
+                tokens.places,
+                lambda: self.indexer(hidden_states, query_latent, tokens),
+            )
         output, _ = sparse_mla(
             query.view(-1, self.local_heads, a.qk_head_dim),
             tokens.gather(to_packed(kv_latent)),

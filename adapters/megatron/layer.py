@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import make_viewless_tensor
 
 from glm5next_plugin.ops.hyper_connection import hc_contract, hc_expand
 
 from .hyper_connection import HyperConnection
+from .replay import replay_of
 
 
 class HyperConnectedLayer(TransformerLayer):
@@ -56,7 +58,13 @@ class HyperConnectedLayer(TransformerLayer):
         streams = self.attn_hc.spread(output, streams, post, comb)
 
         collapsed, post, comb = self.ffn_hc.collapse(streams)
-        output, _ = self.mlp(self.pre_mlp_layernorm(collapsed), padding_mask=padding_mask)
+        hidden_states = self.pre_mlp_layernorm(collapsed)
+        replay = replay_of(packed_seq_params)
+        if replay is None or not isinstance(self.mlp, MoELayer):
+            output, _ = self.mlp(hidden_states, padding_mask=padding_mask)
+        else:
+            with self.mlp.router.replaying(replay, self.layer_number - 1, packed_seq_params):
+                output, _ = self.mlp(hidden_states, padding_mask=padding_mask)
         streams = self.ffn_hc.spread(output, streams, post, comb)
 
         if self.layer_number == self.config.num_layers:

@@ -16,10 +16,8 @@ INITIALIZATION = Initialization(norm_std=0.2, hc_base_std=0.3, a_log_std=0.5, ex
 
 @pytest.fixture(scope="session")
 def pool():
-    """Four processes that import Megatron once."""
-    pool = ProcessPool(4)
-    yield pool
-    pool.close()
+    """Ranks of parallel layouts, forked from one process that imports Megatron."""
+    return ProcessPool()
 
 
 @pytest.fixture(scope="session")

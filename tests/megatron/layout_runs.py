@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,9 +83,16 @@ def forward_backward(
 
 
 def run_pipeline(
-    models, batches: list[torch.Tensor | PackedBatch], backward: bool = True
+    models,
+    batches: list[torch.Tensor | PackedBatch],
+    backward: bool = True,
+    prepare: Callable[[int, Any, torch.Tensor], None] | None = None,
 ) -> tuple[dict[int, torch.Tensor], dict[int, torch.Tensor]]:
-    """One forward (and backward) over this data parallel rank's micro-batches: logits and where they stand."""
+    """One forward (and backward) over this data parallel rank's micro-batches: logits and where they stand.
+
+    ``prepare(index, packed_seq_params, input_ids)`` is called before the first forward pass of a micro-batch; all
+    chunks of the model get the same parameters.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -93,6 +100,7 @@ def run_pipeline(
     mine = list(range(data_rank, len(batches), data_size))
     logits: dict[int, torch.Tensor] = {}
     places: dict[int, torch.Tensor] = {}
+    parameters: dict[int, Any] = {}
     cp_rank, cp_size = parallel_state.get_context_parallel_rank(), parallel_state.get_context_parallel_world_size()
 
     def step(indices, model):
@@ -101,11 +109,16 @@ def run_pipeline(
         row = batch.row().unsqueeze(0) if isinstance(batch, PackedBatch) else batch
         whole = batch if isinstance(batch, PackedBatch) else PackedBatch([row[0]])
         places[index] = whole.places(cp_rank, cp_size)
+        input_ids = row[:, places[index]].to(torch.cuda.current_device())
+        if index not in parameters:
+            parameters[index] = whole.parameters() if whole is batch else None
+            if prepare is not None:
+                prepare(index, parameters[index], input_ids)
         output = model(
-            input_ids=row[:, places[index]].to(torch.cuda.current_device()),
+            input_ids=input_ids,
             position_ids=None,
             attention_mask=None,
-            packed_seq_params=whole.parameters() if whole is batch else None,
+            packed_seq_params=parameters[index],
         )
 
         def loss(output):

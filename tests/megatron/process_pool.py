@@ -1,4 +1,4 @@
-"""A pool of processes that import Megatron once and then run one parallel layout after another over gloo."""
+"""Processes that run one parallel layout after another over gloo, forked from one that imports Megatron once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import multiprocessing
 import os
+import pickle
 import queue
 import tempfile
 import traceback
@@ -31,87 +32,75 @@ class Layout:
 
 
 class ProcessPool:
-    """``size`` spawned processes; :meth:`run` calls one function in the first ``layout.world`` of them."""
+    """One process imports Megatron; :meth:`run` forks the ranks of a layout from it.
 
-    def __init__(self, size: int):
-        self._size = size
-        self._processes: list[multiprocessing.Process] = []
+    Ranks of their own for every run: process groups of gloo keep threads, and models keep process groups, so ranks that
+    stayed would grow slower with every layout.
+    """
 
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._requests = [context.Queue() for _ in range(self._size)]
-        self._answers = context.Queue()
-        self._processes = [
-            context.Process(target=_serve, args=(rank, os.getpid(), self._requests[rank], self._answers))
-            for rank in range(self._size)
-        ]
-        for process in self._processes:
-            process.start()
+    def __init__(self):
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.megatron.preloaded"])
 
     def run(self, function: str, layout: Layout, *, timeout: float = 240.0, **arguments: Any) -> list[Any]:
         """Call ``"module:function"`` with ``layout`` and ``arguments`` in every rank; one answer a rank.
 
         Raises:
             RuntimeError: a rank raised; its traceback is in the message.
-            TimeoutError: a rank did not answer in time; the pool is killed and starts anew at the next call.
+            TimeoutError: a rank did not answer in time.
         """
-        if not self._processes:
-            self._start()
+        answers_queue = self._context.Queue()
+        # by value: torch would share the tensors' memory, which ends with the process
+        request = pickle.dumps((function, layout, arguments))
+        answers: dict[int, Any] = {}
         with tempfile.TemporaryDirectory() as directory:
             store = os.path.join(directory, "store")
-            for rank in range(layout.world):
-                self._requests[rank].put((function, layout, store, arguments))
-            answers: dict[int, Any] = {}
-            while len(answers) < layout.world:
-                try:
-                    rank, answer, error = self._answers.get(timeout=timeout)
-                except queue.Empty:
-                    silent = sorted(set(range(layout.world)) - set(answers))
-                    self.close()
-                    raise TimeoutError(
-                        f"{function} at {layout}: no answer from ranks {silent} in {timeout:.0f} s"
-                    ) from None
-                if error is not None:
-                    self.close()
-                    raise RuntimeError(f"{function} at {layout}, rank {rank}:\n{error}")
-                answers[rank] = answer
+            processes = [
+                self._context.Process(target=_rank, args=(rank, request, store, answers_queue))
+                for rank in range(layout.world)
+            ]
+            for process in processes:
+                process.start()
+            try:
+                while len(answers) < layout.world:
+                    try:
+                        rank, answer, error = pickle.loads(answers_queue.get(timeout=timeout))
+                    except queue.Empty:
+                        silent = sorted(set(range(layout.world)) - set(answers))
+                        raise TimeoutError(
+                            f"{function} at {layout}: no answer from ranks {silent} in {timeout:.0f} s"
+                        ) from None
+                    if error is not None:
+                        raise RuntimeError(f"{function} at {layout}, rank {rank}:\n{error}")
+                    answers[rank] = answer
+                for process in processes:
+                    process.join(timeout=30)
+            finally:
+                for process in processes:
+                    if process.is_alive():
+                        process.kill()
+                    process.join()
         return [answers[rank] for rank in range(layout.world)]
 
-    def close(self) -> None:
-        """End the processes: those that answer end themselves and their children, the others are killed."""
-        for requests in self._requests if self._processes else []:
-            requests.put(None)
-        for process in self._processes:
-            process.join(timeout=10)
-            if process.is_alive():
-                process.kill()
-                process.join()
-        self._processes = []
 
-
-def _serve(rank: int, parent: int, requests, answers) -> None:
-    """Answer requests until the test process is gone. No daemon: saving a checkpoint starts children."""
-    os.environ["OMP_NUM_THREADS"] = "1"
+def _rank(rank: int, request: bytes, store: str, answers) -> None:
+    """One rank of one run. No daemon: saving a checkpoint starts children."""
     import torch
 
     torch.set_num_threads(1)
-    while os.getppid() == parent:
-        try:
-            request = requests.get(timeout=5)
-        except queue.Empty:
-            continue
-        if request is None:
-            return
-        function, layout, store, arguments = request
-        try:
-            module, name = function.split(":")
-            target = getattr(importlib.import_module(module), name)
-            torch.distributed.init_process_group(
-                "gloo", store=torch.distributed.FileStore(store, layout.world), rank=rank, world_size=layout.world
-            )
-            try:
-                answers.put((rank, target(layout, **arguments), None))
-            finally:
-                torch.distributed.destroy_process_group()
-        except BaseException:
-            answers.put((rank, None, traceback.format_exc()))
+    try:
+        function, layout, arguments = pickle.loads(request)
+        module, name = function.split(":")
+        target = getattr(importlib.import_module(module), name)
+        torch.distributed.init_process_group(
+            "gloo", store=torch.distributed.FileStore(store, layout.world), rank=rank, world_size=layout.world
+        )
+        answers.put(pickle.dumps((rank, target(layout, **arguments), None)))
+        # no rank closes its connections while another still talks
+        torch.distributed.barrier()
+    except BaseException:
+        answers.put(pickle.dumps((rank, None, traceback.format_exc())))
+    answers.close()
+    answers.join_thread()
+    # threads of process groups that something still holds would keep the interpreter from ending
+    os._exit(0)
