@@ -49,14 +49,17 @@ def make_broken(advance):
 @pytest.fixture
 def workers_left():
     """Children of this process that it did not have before, apart from the one that Python keeps for spawned ones."""
-    before = psutil.Process().children()
+    before = {child.pid for child in psutil.Process().children()}
 
     def left():
-        return [
-            child
-            for child in psutil.Process().children()
-            if child not in before and "resource_tracker" not in " ".join(child.cmdline())
-        ]
+        # that one shows another command for a moment while it starts
+        for _ in range(50):
+            found = [child for child in psutil.Process().children() if child.pid not in before]
+            found = [child for child in found if "resource_tracker" not in " ".join(child.cmdline())]
+            if not found:
+                break
+            time.sleep(0.1)
+        return found
 
     return left
 
@@ -151,7 +154,7 @@ def lock_is_taken(path):
 
 def make_sleeper(advance):
     def handle(task):
-        print(os.getpid(), flush=True)
+        os.write(1, f"{os.getpid()}\n".encode())  # in one piece: the other worker writes as well
         time.sleep(600)
 
     return handle
