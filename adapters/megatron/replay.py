@@ -162,8 +162,15 @@ def set_router_replay(
     (``RouterReplay.clear_global_indices()``).
 
     Raises:
-        InputError: routers without RouterReplay, or rows that are left to the model, which RouterReplay cannot.
+        InputError: routers without RouterReplay, or records that leave a token to the model, which RouterReplay cannot.
     """
+    for document, record in enumerate(records):
+        left = (record.choices == -1).all(-1).any(-1).nonzero().flatten().tolist()
+        if left:
+            raise InputError(
+                f"routing record {document} leaves {len(left)} tokens to the model, first token {left[0]}; "
+                "needed: a choice for each, as RouterReplay wants it (attach_replay does not)"
+            )
     row, cu_seqlens = _whole_row(packed_seq_params, input_ids)
     choices = packed_choices(records, row, cu_seqlens)
     for model in unwrap_model(list(models)):
@@ -176,9 +183,8 @@ def set_router_replay(
             places = _packed_tokens(packed_seq_params, input_ids).places_of_shard(router.tp_group)
             rows = choices[layer.layer_number - 1]
             rows = (rows if places is None else rows[places.cpu()]).to(input_ids.device, torch.int64)
-            left = (rows == -1).all(-1)
-            # a row of padding is nobody's: any experts do
-            rows[left] = torch.arange(rows.shape[1], device=rows.device)
+            # rows of padding are nobody's: any experts do
+            rows[(rows == -1).all(-1)] = torch.arange(rows.shape[1], device=rows.device)
             router.router_replay.set_target_indices(rows)
 
 

@@ -112,13 +112,17 @@ def watching(reached: list, attached: dict, batches: list[PackedBatch]) -> Itera
         yield
 
 
-def error_of_replay(layout: Layout, checkpoint: str, batch: PackedBatch, records: dict[str, list]) -> str:
-    """What records are refused with when they are attached."""
-    from glm5next_plugin.adapters.megatron.replay import attach_replay
+def error_of_replay(
+    layout: Layout, checkpoint: str, batch: PackedBatch, records: dict[str, list], stock: bool = False
+) -> str:
+    """What records are refused with when they are attached, or given to megatron-core's RouterReplay."""
+    from glm5next_plugin.adapters.megatron.replay import attach_replay, set_router_replay
     from glm5next_plugin.errors import InputError
 
-    _, provider, _ = build(layout, checkpoint, ddp=False)
+    _, provider, models = build(layout, checkpoint, ddp=False)
     try:
+        if stock:
+            set_router_replay(models, batch.parameters(), batch.row()[None], records["routing"])
         attach_replay(batch.parameters(), batch.row()[None], provider.architecture, **records)
     except InputError as error:
         return str(error)

@@ -46,18 +46,16 @@ DEEP = {
     "12-11-11-11": Layout(pp=4, world=4, provider=stages("Et*12|t*11|t*11|t*11L")),
 }
 
-# tiny: 8 layers, DSA at 3 and 7, the first three dense
+# of tiny's 8 layers, DSA at 3 and 7, the first three dense
 STAGES = {
-    "without DSA, without experts, of one layer": stages("Et*3|t|t*3|tL"),
-    "embedding and head alone": stages("E|t*4|t*4|L"),
-    "outputs freed": stages("Et|t*2|t*4|tL") + deallocate(True),
-    "outputs kept": stages("Et|t*2|t*4|tL") + deallocate(False),
-    "recomputed, outputs freed": stages("Et|t*2|t*4|tL") + deallocate(True) + RECOMPUTE,
-}
-VIRTUAL_STAGES = {
-    "two virtual stages": VIRTUAL,
-    "recomputed": VIRTUAL + RECOMPUTE,
-    "by layout string": stages("Et|t*3|t*3|tL") + VIRTUAL,
+    "without DSA, without experts, of one layer": Layout(pp=4, world=4, provider=stages("Et*3|t|t*3|tL")),
+    "embedding and head alone": Layout(pp=4, world=4, provider=stages("E|t*4|t*4|L")),
+    "outputs freed": Layout(pp=4, world=4, provider=stages("Et|t*2|t*4|tL") + deallocate(True)),
+    "outputs kept": Layout(pp=4, world=4, provider=stages("Et|t*2|t*4|tL") + deallocate(False)),
+    "recomputed, outputs freed": Layout(pp=4, world=4, provider=stages("Et|t*2|t*4|tL") + deallocate(True) + RECOMPUTE),
+    "two virtual stages": Layout(pp=2, world=2, provider=VIRTUAL),
+    "two virtual stages, recomputed": Layout(pp=2, world=2, provider=VIRTUAL + RECOMPUTE),
+    "two virtual stages by layout string": Layout(pp=2, world=2, provider=stages("Et|t*3|t*3|tL") + VIRTUAL),
 }
 
 
@@ -86,15 +84,6 @@ def test_layouts_of_45_layers(pool, deep, deep_in_one_process, name):
 
 @pytest.mark.parametrize("name", STAGES)
 def test_stages_of_every_kind(pool, checkpoints, tiny_in_one_process, name):
-    layout = Layout(pp=4, world=4, provider=STAGES[name])
-    answers = pool.run(RUN, layout, checkpoint=str(checkpoints(4)), batches=BATCHES)
-    require_equal_logits(answers, tiny_in_one_process)
-    require_close_gradients(answers, tiny_in_one_process)
-
-
-@pytest.mark.parametrize("name", VIRTUAL_STAGES)
-def test_virtual_stages(pool, checkpoints, tiny_in_one_process, name):
-    layout = Layout(pp=2, world=2, provider=VIRTUAL_STAGES[name])
-    answers = pool.run(RUN, layout, checkpoint=str(checkpoints(4)), batches=BATCHES)
+    answers = pool.run(RUN, STAGES[name], checkpoint=str(checkpoints(4)), batches=BATCHES)
     require_equal_logits(answers, tiny_in_one_process)
     require_close_gradients(answers, tiny_in_one_process)

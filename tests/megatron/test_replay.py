@@ -154,3 +154,18 @@ def test_records_that_do_not_fit_are_refused_with_the_numbers(pool, checkpoints,
     ):
         (found,) = pool.run(ERROR, Layout(), checkpoint=str(checkpoints(4)), batch=batch, records=given)
         assert re.search(message, found), found
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (36, "routing record 0 leaves 1 tokens to the model, first token 36; needed: a choice for each"),
+        (37, "the routers have no RouterReplay; needed: moe_enable_routing_replay=True"),
+    ],
+)
+def test_the_stock_router_replay_needs_every_choice(pool, checkpoints, records, architecture, rows, message):
+    choices = records[0]["routing"][0].choices[:rows].long()
+    given = {"routing": [ReplayRecord.of("routing", DOCUMENTS[0][0], choices, architecture)]}
+    batch = PackedBatch(DOCUMENTS[0], "verl", 4)
+    (found,) = pool.run(ERROR, Layout(), checkpoint=str(checkpoints(4)), batch=batch, records=given, stock=True)
+    assert message in found, found
